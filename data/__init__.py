@@ -1,0 +1,1 @@
+"""Prompts and target-written answers: everything that becomes training data."""

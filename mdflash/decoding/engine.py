@@ -1,0 +1,247 @@
+"""`decode`: requests in, results out. Batches, stops, budgets and times; the schedules know nothing of them."""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..chat import Chat
+from ..drafter import MDFlashModel
+from ..drafter.sampling import Sampling
+from ..target import Target
+from ..target.target import check_pair, share_weights
+from .autoregressive import Autoregressive
+from .dpara import DPara
+from .drafter_runner import DrafterRunner
+from .schedule import Noise, Schedule
+from .serial import Serial
+from .target_runner import TargetRunner
+from .types import RequestResult, Round
+
+METHODS = ("autoregressive", "dspark", "dflash", "dpara")
+Prompt = str | Sequence[int] | Sequence[dict]
+OnRound = Callable[[int, "Request"], None]
+
+
+@dataclass
+class Request:
+    """A request in flight: what has been committed so far."""
+
+    index: int
+    prompt: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    finish_reason: str | None = None
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    def result(self) -> RequestResult:
+        return RequestResult(
+            tuple(self.token_ids), self.finish_reason, tuple(self.rounds), len(self.prompt), self.prefill_s, self.decode_s
+        )
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """When a request ends: a stop id, a stop string in the decoded answer, or exactly `max_new_tokens` tokens."""
+
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    tokenizer: object
+
+    def commit(self, request: Request, tokens: Sequence[int]) -> int:
+        """Append tokens one by one until the request ends; returns how many were counted."""
+        for count, token in enumerate(tokens, start=1):
+            request.token_ids.append(token)
+            if token in self.stop_ids or (self.stop_strings and self._has_stop_string(request.token_ids)):
+                request.finish_reason = "stop"
+            elif len(request.token_ids) == self.max_new_tokens:
+                request.finish_reason = "length"
+            if request.finish_reason:
+                return count
+        return len(tokens)
+
+    def _has_stop_string(self, token_ids: list[int]) -> bool:
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return any(stop in text for stop in self.stop_strings)
+
+
+def decode(
+    target: Target,
+    drafter: MDFlashModel | None,
+    prompts: Sequence[Prompt],
+    method: str = "dpara",
+    max_new_tokens: int = 512,
+    temperature: float = 0.0,
+    stop_ids: Sequence[int] | None = None,
+    devices: str | Sequence[str] | None = None,
+    batch_size: int = 1,
+    seed: int = 0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop_strings: Sequence[str] = (),
+    thinking: bool = False,
+    on_round: OnRound | None = None,
+    drafter_timeout_s: float = 120.0,
+) -> list[RequestResult]:
+    """Answer every prompt with one schedule; results come in the prompts' order.
+
+    prompts: token ids, chat messages, or strings (one user turn, rendered with the chat template when there is one).
+    method: "autoregressive" (drafter may be None), "dspark", "dflash" (a rank-0 checkpoint) or "dpara".
+    stop_ids: None takes the target's. devices: "target,drafter", for example "cuda:0,cuda:1" or "cpu,cpu"; None leaves both
+    models where they are. The drafter is moved; serial methods draft on the target's device.
+    seed: request i draws from its own generator keyed by (seed, i): its tokens do not depend on its batch.
+    stop_strings: the answer ends with the token that completes one. on_round(request index, request) after the prefill and
+    after every round, for streaming. Raises ValueError for inputs that break a rule, before anything runs.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    drafter = None if method == "autoregressive" else drafter
+    check_method(method, drafter)
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: use a positive integer")
+    if stop_strings and target.tokenizer is None:
+        raise ValueError(f"stop_strings={list(stop_strings)} need a tokenizer: load the target with load_target")
+    if isinstance(prompts, str):
+        raise ValueError("prompts is one string: pass a list of prompts")
+    if drafter is not None:
+        check_pair(target, drafter)
+        place(target, drafter, method, devices)
+    stopping = Stopping(
+        max_new_tokens, target.stop_ids if stop_ids is None else tuple(stop_ids), tuple(stop_strings), target.tokenizer
+    )
+    requests = [Request(i, prompt_ids(target, prompt, thinking)) for i, prompt in enumerate(prompts)]
+    check_prompts(target, requests, max_new_tokens)
+    for at in range(0, len(requests), batch_size):
+        batch = requests[at : at + batch_size]
+        schedule = build_schedule(method, target, drafter, sampling, batch, max_new_tokens, seed, drafter_timeout_s)
+        try:
+            run_batch(schedule, batch, stopping, on_round)
+        finally:
+            schedule.close()
+    return [request.result() for request in requests]
+
+
+def run_batch(schedule: Schedule, requests: list[Request], stopping: Stopping, on_round: OnRound | None = None) -> None:
+    """Drive one batch of requests to its end, dropping each as it finishes."""
+    began = time.perf_counter()
+    live = requests
+    for request, token in zip(live, schedule.prefill([r.prompt for r in live]).tolist(), strict=True):
+        request.prefill_s = time.perf_counter() - began
+        stopping.commit(request, [token])
+        if on_round:
+            on_round(request.index, request)
+    began = time.perf_counter()
+    while live := drop_finished(schedule, live):
+        draft = schedule.block.draft
+        late = schedule.drafter.late_passes if schedule.uses_drafter else 0
+        verdict = schedule.step()
+        accepted, bonus = verdict.accepted.tolist(), verdict.bonus.tolist()
+        fallback = schedule.uses_drafter and schedule.drafter.late_passes > late
+        drafts = draft.tokens.tolist() if draft else [[]] * len(live)
+        now = time.perf_counter() - began
+        for request, r, b, proposed in zip(live, accepted, bonus, drafts, strict=True):
+            committed = stopping.commit(request, [*proposed[:r], b])
+            cold_start = schedule.uses_drafter and not request.rounds
+            request.rounds.append(Round(r, tuple(proposed), b, committed, fallback, cold_start))
+            request.decode_s = now
+            if on_round:
+                on_round(request.index, request)
+
+
+def drop_finished(schedule: Schedule, requests: list[Request]) -> list[Request]:
+    """Keep the unfinished requests' rows, and tighten the host's bound on the slots their next block reaches."""
+    kept = [row for row, request in enumerate(requests) if request.finish_reason is None]
+    if kept and len(kept) < len(requests):
+        schedule.keep(torch.tensor(kept, device=schedule.block.start.device))
+    live = [requests[row] for row in kept]
+    if live:
+        drafts = schedule.block.draft.tokens.shape[1] if schedule.block.draft else 0
+        longest = max(len(request.prompt) + len(request.token_ids) for request in live)
+        schedule.block = schedule.block.within(longest + drafts)
+    return live
+
+
+def build_schedule(
+    method: str, target: Target, drafter: MDFlashModel | None, sampling: Sampling, batch: list[Request],
+    max_new_tokens: int, seed: int, timeout_s: float,
+) -> Schedule:  # fmt: skip
+    """Runners with caches large enough for this batch, and the schedule over them."""
+    d = drafter.draft_length if drafter is not None else 0
+    slots = max(len(request.prompt) for request in batch) + max_new_tokens + d + 1
+    taps = tuple(drafter.config.target_layer_ids) if drafter is not None else ()
+    target_runner = TargetRunner(target, taps, sampling, len(batch), slots)
+    seeds = [request_seed(seed, request.index) for request in batch]
+    noise = Noise(seeds, max_new_tokens, d, target.device)
+    if drafter is None:
+        return Autoregressive(target_runner, None, noise)
+    drafter_runner = DrafterRunner(drafter, sampling, len(batch), slots)
+    if method == "dpara":
+        return DPara(target_runner, drafter_runner, noise, timeout_s)
+    return Serial(target_runner, drafter_runner, noise)
+
+
+def request_seed(seed: int, index: int) -> int:
+    """A 63-bit generator seed for request `index` of a run."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1
+
+
+def check_method(method: str, drafter: MDFlashModel | None) -> None:
+    """The method exists and the checkpoint fits it."""
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}: use one of {', '.join(METHODS)}")
+    if method == "autoregressive":
+        return
+    if drafter is None:
+        raise ValueError(f"method={method!r} needs a drafter: load one with mdflash.load_drafter")
+    rank = drafter.config.markov_rank
+    if method == "dflash" and rank:
+        raise ValueError(f"method='dflash' needs a rank-0 checkpoint, this one has markov_rank={rank}: use 'dspark'")
+    if method == "dspark" and not rank:
+        raise ValueError("method='dspark' needs a Markov head, this checkpoint has markov_rank=0: use 'dflash'")
+
+
+def place(target: Target, drafter: MDFlashModel, method: str, devices: str | Sequence[str] | None) -> None:
+    """Move target and drafter to `devices` and share embeddings and LM head where they live together."""
+    if devices is not None:
+        names = devices.split(",") if isinstance(devices, str) else list(devices)
+        if len(names) not in (1, 2):
+            raise ValueError(f"devices={devices!r}: name the target's and the drafter's device, as in 'cuda:0,cuda:1'")
+        first, last = torch.device(names[0]), torch.device(names[-1])
+        if target.device != first:
+            target.model.to(first)
+        drafter.to(last)
+    if method != "dpara":
+        drafter.to(target.device)
+    share_weights(target, drafter)
+
+
+def prompt_ids(target: Target, prompt: Prompt, thinking: bool) -> list[int]:
+    """Token ids of a prompt in any of its three forms."""
+    if isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], dict)):
+        if target.tokenizer is None:
+            raise ValueError("text prompts need a tokenizer: load the target with load_target, or pass token ids")
+        if isinstance(prompt, str) and not target.tokenizer.chat_template:
+            return target.tokenizer(prompt)["input_ids"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return Chat(target.tokenizer, target.stop_ids, thinking).prompt(messages)
+    return [int(token) for token in prompt]
+
+
+def check_prompts(target: Target, requests: list[Request], max_new_tokens: int) -> None:
+    """Every prompt is non-empty, inside the vocabulary, and leaves room for the answer."""
+    vocab = target.config.vocab_size
+    limit = getattr(target.config, "max_position_embeddings", None)
+    for request in requests:
+        if not request.prompt:
+            raise ValueError(f"prompt {request.index} is empty: a request needs at least one token")
+        if not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
+            raise ValueError(f"prompt {request.index} holds ids outside 0..{vocab - 1}: was it made with another tokenizer?")
+        if limit and len(request.prompt) + max_new_tokens > limit:
+            raise ValueError(
+                f"prompt {request.index} of {len(request.prompt)} tokens plus max_new_tokens={max_new_tokens} exceeds the "
+                f"target's {limit} positions: shorten one of them"
+            )

@@ -1,0 +1,87 @@
+"""The target's side of every schedule: its KV cache, prefill and verification. Shape legend: drafter/tree.py."""
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers.cache_utils import Cache
+
+from ..drafter.sampling import Sampling
+from ..target import Target
+from .acceptance import accept
+from .types import Block, Verdict
+
+
+class SlotCache(Cache):
+    """A static KV cache whose slot IS the position: rejected tokens are overwritten in place, nothing is ever cropped.
+
+    Rows of a batch may stand at different positions. `at` says where the next pass writes and how many slots it reads.
+    """
+
+    def __init__(self, target: Target, batch: int, slots: int):
+        super().__init__(layers=[])
+        config = target.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (batch, config.num_key_value_heads, slots, head_dim)
+        self.pairs = [
+            [torch.zeros(shape, dtype=target.dtype, device=target.device) for _ in "kv"] for _ in range(target.num_layers)
+        ]
+
+    def at(self, positions_BQ: Tensor, limit: int) -> Tensor:
+        """Aim the next pass at these positions, reading slots 0..limit-1; returns its causal mask [B, 1, Q, limit]."""
+        self.positions_BQ, self.limit = positions_BQ, limit
+        slots = torch.arange(limit, device=positions_BQ.device)
+        return (slots <= positions_BQ[..., None])[:, None]
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """Called by each attention layer of the target: store the new states, return all that the pass reads."""
+        index = self.positions_BQ[:, None, :, None].expand_as(key_states)
+        for cache, states in zip(self.pairs[layer_idx], (key_states, value_states), strict=True):
+            cache.scatter_(2, index, states)
+        return tuple(cache[:, :, : self.limit] for cache in self.pairs[layer_idx])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions and mask are always given, so transformers has no use for a length."""
+        return 0
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep these batch rows only."""
+        self.pairs = [[cache[rows.to(cache.device)] for cache in pair] for pair in self.pairs]
+
+
+class TargetRunner:
+    """Prefill and verify a batch of requests. Greedy or sampled, every committed token is decided here."""
+
+    def __init__(self, target: Target, taps: tuple[int, ...], sampling: Sampling, batch: int, slots: int):
+        self.target, self.taps, self.sampling = target, taps, sampling
+        self.cache = SlotCache(target, batch, slots)
+
+    @torch.no_grad()
+    def prefill(self, prompts: list[list[int]], noise_B: Tensor) -> tuple[Block, Tensor | None]:
+        """Read the prompts (ragged). Returns the first block, t_0 alone at position p = prompt length, and the features
+        [B, T, F] of the prompts, T the longest (rows past a prompt's end are padding, overwritten before use)."""
+        ids_BT = pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(self.target.device)
+        length_B = torch.tensor([len(p) for p in prompts], device=self.target.device)
+        B, T = ids_BT.shape
+        out = self._pass(ids_BT, torch.arange(T, device=ids_BT.device).expand(B, T), T)
+        last_B1C = out.hidden[torch.arange(B, device=ids_BT.device), length_B - 1][:, None]
+        _, first_B = accept(self._distribution(last_B1C), None, noise_B[:, None])
+        return Block(first_B, None, length_B, T + 1), out.features
+
+    @torch.no_grad()
+    def verify(self, block: Block, noise_Bn1: Tensor) -> Verdict:
+        """Forward t_0..t_n once and apply the acceptance rule. noise [B, n+1]: one uniform a draft and one for the bonus."""
+        out = self._pass(block.tokens, block.positions, block.limit)
+        draft = block.draft and block.draft.to(self.target.device)
+        accepted_B, bonus_B = accept(self._distribution(out.hidden), draft, noise_Bn1)
+        return Verdict(accepted_B, bonus_B, out.features)
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep these batch rows only."""
+        self.cache.keep(rows)
+
+    def _pass(self, ids_BQ: Tensor, positions_BQ: Tensor, limit: int):
+        mask = self.cache.at(positions_BQ, limit)
+        return self.target.forward(ids_BQ, self.taps, positions_BQ, self.cache, mask)
+
+    def _distribution(self, hidden_BQC: Tensor) -> Tensor:
+        return self.sampling.distribution(self.target.logits(hidden_BQC))

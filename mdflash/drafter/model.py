@@ -1,0 +1,153 @@
+"""The drafter: backbone, Markov head and confidence head under the DSpark checkpoint contract. Shape legend: tree.py."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+
+from .backbone import ContextKV, DrafterLayer
+from .config import MDFlashConfig
+from .heads import HEADS, ConfidenceHead, MarkovHead
+from .tree import Layout, Rows, dense_mask, flex_mask
+
+# Parameters a finetune never touches: prefixes of state-dict keys.
+SHARED_WITH_TARGET = ("embed_tokens.", "lm_head.")
+HEAD_PREFIXES = ("markov_head.", "confidence_head.")
+
+
+class MDFlashModel(PreTrainedModel):
+    """A DSpark, DFlash or M-DFlash drafter. Serial block and DPara tree are one forward over [context ; rows].
+
+    Build from a config (`MDFlashModel(config)`: random weights) or load with `mdflash.load_drafter`. `attention` selects
+    the mask: "dense" (reference), "flex" (FlexAttention) or "auto" (flex on GPUs).
+    """
+
+    config_class = MDFlashConfig
+    base_model_prefix = ""
+    _no_split_modules = ["DrafterLayer"]
+    _supports_sdpa = True
+    _supports_flex_attn = True
+
+    def __init__(self, config: MDFlashConfig):
+        super().__init__(config.validate_contract())
+        hidden, vocab, rank = config.hidden_size, config.vocab_size, config.markov_rank
+        self.embed_tokens = nn.Embedding(vocab, hidden)
+        self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config=config)
+        self.lm_head = nn.Linear(hidden, vocab, bias=False)
+        self.markov_head = HEADS[config.markov_head_type](vocab, rank, hidden) if rank else MarkovHead()
+        self.confidence_head = None
+        if config.enable_confidence_head:
+            self.confidence_head = ConfidenceHead(hidden, rank if config.confidence_head_with_markov else 0)
+        self.attention = "auto"
+        self.post_init()
+
+    @property
+    def head(self) -> MarkovHead:
+        """The checkpoint's `markov_head` by its short name (adds no key)."""
+        return self.markov_head
+
+    @property
+    def draft_length(self) -> int:
+        """d, the slots of one window."""
+        return self.config.block_size
+
+    @property
+    def feature_width(self) -> int:
+        """Width F of one position's features: taps * hidden."""
+        return self.fc.in_features
+
+    def forward(self, features_BTF: Tensor, rows: Rows) -> Tensor:
+        """Hidden states [B, R, C] (after the final norm) of the rows, given features of positions 0..T-1."""
+        B, T = features_BTF.shape[:2]
+        positions = torch.arange(T, device=features_BTF.device).expand(B, T)
+        return self.forward_rows(rows, self.project_context(features_BTF, positions), self.mask(rows, T))
+
+    def project_context(self, features_BTF: Tensor, positions_BT: Tensor) -> list[ContextKV]:
+        """Each layer's keys and values of RMSNorm(fc(features)) at the given positions."""
+        context_BTC = self.hidden_norm(self.fc(features_BTF))
+        cos, sin = self.rotary_emb(context_BTC, positions_BT)
+        return [layer.self_attn.keys_values(context_BTC, cos, sin) for layer in self.layers]
+
+    def forward_rows(self, rows: Rows, context: list[ContextKV], mask: Tensor | BlockMask) -> Tensor:
+        """The rows' pass over an already projected context; the decoder's entry. Returns [B, R, C]."""
+        x_BRC = self.embed_tokens(rows.ids).to(self.norm.weight.dtype)
+        cos, sin = self.rotary_emb(x_BRC, rows.position)
+        for layer, layer_context in zip(self.layers, context, strict=True):
+            x_BRC = layer(x_BRC, cos, sin, layer_context, mask)
+        return self.norm(x_BRC)
+
+    def mask(self, rows: Rows, context_length: int) -> Tensor | BlockMask:
+        """The visibility rule in the form the configured attention takes."""
+        flex = self.attention == "flex" or (self.attention == "auto" and rows.ids.is_cuda)
+        return (flex_mask if flex else dense_mask)(rows, context_length)
+
+    def serial_hidden(self, features_BTF: Tensor, anchor_B: Tensor) -> Tensor:
+        """The serial DSpark window, cache-free: features of positions 0..T-1 [B,T,F] (T may be 0), anchor token at
+        position T [B] -> hidden states [B, d, C]; slot i predicts the token at T+i (i = 1..d)."""
+        d = self.draft_length
+        anchor_BNs = anchor_B.new_empty(anchor_B.shape[0], 1, 0)
+        hidden = self._one_tree(features_BTF, Layout.serial(d), anchor_BNs, first_BNb=anchor_B[:, None, None])
+        return hidden[:, 0]
+
+    def tree_hidden(self, features_BTF: Tensor, block_BN: Tensor) -> Tensor:
+        """The DPara tree, cache-free: features of positions 0..T-1 and the block t_0..t_d [B, d+1] starting at position
+        T -> hidden states [B, d+1, d, C]; branch r, slot i predicts the token at T+r+1+i."""
+        d = self.draft_length
+        if block_BN.shape[1] != d + 1:
+            raise ValueError(f"block of {block_BN.shape[1]} tokens: this drafter's block holds d+1 = {d + 1}")
+        return self._one_tree(features_BTF, Layout.tree(d), block_BN[:, None])
+
+    def serial_logits(self, features_BTF: Tensor, anchor_B: Tensor) -> Tensor:
+        """Base logits [B, d, V] of `serial_hidden` (before the Markov head)."""
+        return self.lm_head(self.serial_hidden(features_BTF, anchor_B))
+
+    def tree_logits(self, features_BTF: Tensor, block_BN: Tensor) -> Tensor:
+        """Base logits [B, d+1, d, V] of `tree_hidden` (before the Markov head)."""
+        return self.lm_head(self.tree_hidden(features_BTF, block_BN))
+
+    def _one_tree(self, features, layout: Layout, anchor_BNs: Tensor, first_BNb: Tensor | None = None) -> Tensor:
+        B, T = features.shape[:2]
+        start_BN = torch.full((B, 1), T, device=features.device)
+        rows = Rows.build(layout, start_BN, layout.token_ids(anchor_BNs, self.config.mask_token_id, first_BNb))
+        return rows.branches(self(features, rows))[:, 0]
+
+    def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Confidence logits [..., d] of slots with hidden [..., d, C] and previous tokens y_{i-1} [..., d]."""
+        if self.confidence_head is None:
+            raise ValueError("this checkpoint has no confidence head (enable_confidence_head is false)")
+        embedding = self.markov_head.markov_w1(previous) if self.config.confidence_head_with_markov else None
+        return self.confidence_head(hidden, embedding)
+
+    def cast(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "MDFlashModel":
+        """Convert the parameters alone; RoPE's frequencies stay fp32, as `.to(dtype)` would not leave them. Returns self."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(device=device, dtype=dtype)
+        self.rotary_emb.to(device)
+        return self
+
+    def freeze(self, heads: bool) -> "MDFlashModel":
+        """Stop gradients of embeddings and LM head, and of both heads when `heads`. Returns self."""
+        frozen = SHARED_WITH_TARGET + (HEAD_PREFIXES if heads else ())
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
+        return self
+
+    def save_pretrained(self, folder, **kwargs) -> None:
+        """Write config.json and safetensors under the DSpark contract: the architecture's published name is kept, and an
+        untouched checkpoint comes out tensor-identical."""
+        name = self.config.architectures or ["Qwen3DSparkModel"]
+        super().save_pretrained(folder, **kwargs)  # sets config.architectures to this class
+        self.config.architectures = name
+        self.config.save_pretrained(folder)
+
+    @classmethod
+    def from_pretrained(cls, path_or_id, *args, **kwargs) -> "MDFlashModel":
+        """Strict load (see `mdflash.load_drafter`)."""
+        from .checkpoint import load_drafter
+
+        return load_drafter(path_or_id, *args, **kwargs)

@@ -1,0 +1,272 @@
+"""One YAML per target describes the whole pipeline; every command reads its own section. `--key value` overrides."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from jsonargparse import ArgumentParser, Namespace
+
+Stage = Literal["dspark", "dflash", "mdflash"]
+
+
+def require(holds: bool, name: str, value: object, rule: str) -> None:
+    """Raise ValueError saying value, rule and remedy."""
+    if not holds:
+        raise ValueError(f"{name}={value!r}: {rule}")
+
+
+@dataclass
+class TargetSection:
+    """The frozen target.
+
+    Args:
+        path: folder or hub id.
+        revision: hub revision to pin.
+        gguf_file: name of a GGUF file inside `path`, dequantised on load.
+        dtype: parameter and activation type of target and drafter when answering and decoding.
+        attn_implementation: of the training pass; "auto" takes flash-attn where it is importable, else SDPA.
+        thinking: whether the chat template's thinking mode is on; recorded in data and checkpoints.
+    """
+
+    path: str = ""
+    revision: str | None = None
+    gguf_file: str | None = None
+    dtype: str = "bfloat16"
+    attn_implementation: str = "auto"
+    thinking: bool = False
+
+    def __post_init__(self):
+        require(self.dtype in ("float32", "bfloat16", "float16"), "target.dtype", self.dtype, "use float32 or bfloat16")
+
+
+@dataclass
+class DataSection:
+    """Prompts and the target-written answers.
+
+    Args:
+        prompts: JSONL file, folder of JSONL files ({"id","turns"}), or hub dataset id.
+        prompts_revision: hub revision to pin.
+        prompts_split: split of a hub dataset.
+        limit: first prompts used; 0 takes all.
+        temperatures: one answer per prompt and temperature; 0 is greedy.
+        max_new_tokens: length of an answer.
+        batch_size: prompts answered at once.
+        held_out: conversations kept out of training, for the held-out loss.
+        seed: seed of sampled answers.
+    """
+
+    prompts: str = ""
+    prompts_revision: str | None = None
+    prompts_split: str = "train"
+    limit: int = 0
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    max_new_tokens: int = 512
+    batch_size: int = 64
+    held_out: int = 64
+    seed: int = 0
+
+    def __post_init__(self):
+        require(self.max_new_tokens > 0, "data.max_new_tokens", self.max_new_tokens, "use a positive integer")
+        require(self.batch_size > 0, "data.batch_size", self.batch_size, "use a positive integer")
+        require(bool(self.temperatures), "data.temperatures", self.temperatures, "name at least one temperature")
+
+
+@dataclass
+class DrafterSection:
+    """Geometry of a drafter bootstrapped from scratch; widths not named here are the target's.
+
+    Args:
+        base: hub id or folder of a published DSpark drafter; null bootstraps one with `--stage dspark`.
+        base_revision: hub revision to pin.
+        num_hidden_layers: backbone layers.
+        target_layer_ids: taps (outputs of these target layers).
+        block_size: draft length d.
+        mask_token_id: a reserved or padded id.
+        markov_rank: rank of the Markov head.
+        markov_head_type: vanilla, gated or rnn.
+        num_attention_heads: query heads; null takes the target's.
+        num_key_value_heads: key/value heads; null takes the target's.
+        intermediate_size: MLP width; null takes the target's.
+    """
+
+    base: str | None = None
+    base_revision: str | None = None
+    num_hidden_layers: int = 5
+    target_layer_ids: list[int] = field(default_factory=list)
+    block_size: int = 7
+    mask_token_id: int | None = None
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    intermediate_size: int | None = None
+
+
+@dataclass
+class StageSection:
+    """One training stage.
+
+    Args:
+        learning_rate: peak, after linear warm-up, before cosine decay to 0.
+        epochs: passes over the answers (when max_steps is 0).
+        max_steps: optimizer steps; 0 goes by epochs.
+        global_batch_size: texts per optimizer step over all ranks and accumulation.
+        micro_batch_size: texts per rank and forward.
+        starts_per_text: starts p drawn in a text; each costs a whole tree (or one k=0 window in the dspark stage).
+        max_length: texts are cut at this many tokens.
+        bf16: compute in bf16 under fp32 masters; false computes in fp32.
+        attention: auto (FlexAttention on GPUs), flex or dense.
+        loss_rows: label rows whose logits exist at once.
+        deepspeed: DeepSpeed JSON; null runs plain HF Trainer.
+        eval_steps: steps between held-out evaluations; 0 evaluates at the end only.
+        eval_requests: held-out prompts decoded for the held-out acceptance length; 0 skips it.
+        save_steps: steps between checkpoints; 0 saves at the end only.
+        save_total_limit: checkpoints kept.
+        logging_steps: steps between log lines.
+        report_to: wandb or none.
+        seed: seed of weights, sample order and window draws.
+        warmup_ratio: share of the steps spent warming up.
+    """
+
+    learning_rate: float = 3e-5
+    epochs: float = 1.0
+    max_steps: int = 0
+    global_batch_size: int = 128
+    micro_batch_size: int = 1
+    starts_per_text: int = 32
+    max_length: int = 4096
+    bf16: bool = True
+    attention: Literal["auto", "flex", "dense"] = "auto"
+    loss_rows: int = 4096
+    deepspeed: str | None = "recipes/deepspeed/zero1.json"
+    eval_steps: int = 0
+    eval_requests: int = 16
+    save_steps: int = 0
+    save_total_limit: int = 2
+    logging_steps: int = 10
+    report_to: Literal["wandb", "none"] = "none"
+    seed: int = 0
+    warmup_ratio: float = 0.04
+
+    def __post_init__(self):
+        require(self.learning_rate >= 0, "learning_rate", self.learning_rate, "use a non-negative number")
+        for name in ("global_batch_size", "micro_batch_size", "starts_per_text", "max_length", "loss_rows"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "use a positive integer")
+        require(0 <= self.warmup_ratio < 1, "warmup_ratio", self.warmup_ratio, "use a share of the steps in [0, 1)")
+
+
+@dataclass
+class EvalSection:
+    """The evaluation.
+
+    Args:
+        benchmarks: names of built-in benchmarks, or of JSONL files in `folder`.
+        folder: folder of NAME.jsonl files ({"id","turns"}); null loads the built-in benchmarks from the hub.
+        requests: first requests of each benchmark; 0 takes all.
+        max_new_tokens: token budget of an answer.
+        temperature: 0 is greedy.
+        top_p: nucleus mass, applied to target and draft alike.
+        top_k: tokens kept, applied to target and draft alike; 0 keeps all.
+        batch_size: requests decoded at once.
+        methods: autoregressive, dspark, dpara-untuned, dpara.
+        devices: target's and drafter's device; null takes cuda:0,cuda:1, or the one GPU twice, or cpu,cpu.
+        dtype: null takes target.dtype.
+        seed: seed of sampled answers and of the bootstrap.
+    """
+
+    benchmarks: list[str] = field(default_factory=list)
+    folder: str | None = None
+    requests: int = 80
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    batch_size: int = 1
+    methods: list[str] = field(default_factory=lambda: ["autoregressive", "dspark", "dpara-untuned", "dpara"])
+    devices: str | None = None
+    dtype: str | None = None
+    seed: int = 0
+
+
+@dataclass
+class Recipe:
+    """The whole pipeline of one target.
+
+    Args:
+        name: names runs/NAME (answers, checkpoints) and results/NAME (evaluation).
+        stage: the training stage to run.
+        target: the frozen target.
+        data: prompts and answers.
+        drafter: where the DSpark drafter comes from.
+        dspark: bootstrap of a DSpark (or DFlash) drafter from scratch.
+        mdflash: the M-DFlash finetune.
+        eval: the evaluation.
+    """
+
+    name: str = ""
+    stage: Stage = "mdflash"
+    target: TargetSection = field(default_factory=TargetSection)
+    data: DataSection = field(default_factory=DataSection)
+    drafter: DrafterSection = field(default_factory=DrafterSection)
+    dspark: StageSection = field(default_factory=lambda: StageSection(learning_rate=6e-4))
+    mdflash: StageSection = field(default_factory=StageSection)
+    eval: EvalSection = field(default_factory=EvalSection)
+
+    def __post_init__(self):
+        require(bool(self.name) and "/" not in self.name, "name", self.name, "give the recipe a plain name")
+        require(bool(self.target.path), "target.path", self.target.path, "name the target's folder or hub id")
+
+    @property
+    def run_dir(self) -> Path:
+        """runs/NAME."""
+        return Path("runs") / self.name
+
+    @property
+    def answers_file(self) -> Path:
+        """Target-written conversations, with manifest.json beside them."""
+        return self.run_dir / "answers" / "answers.jsonl"
+
+    @property
+    def results_dir(self) -> Path:
+        """results/NAME."""
+        return Path("results") / self.name
+
+    def stage_dir(self, stage: Stage | None = None) -> Path:
+        """The folder a stage writes its checkpoints and its finished drafter to."""
+        return self.run_dir / (stage or self.stage)
+
+    def settings(self) -> StageSection:
+        """The running stage's section; a dflash bootstrap uses dspark's."""
+        return self.mdflash if self.stage == "mdflash" else self.dspark
+
+    @property
+    def base_drafter(self) -> str:
+        """The DSpark checkpoint that M-DFlash starts from: published, or the one bootstrapped here."""
+        return self.drafter.base or str(self.stage_dir("dspark"))
+
+
+def read_recipe(
+    args: list[str] | None = None, description: str = "", extra: Callable[[ArgumentParser], None] | None = None
+) -> tuple[Recipe, Namespace]:
+    """Parse `--config recipe.yaml [--key value]`. `extra(parser)` adds a command's own arguments.
+
+    Returns the recipe and the namespace of everything parsed. An unknown key in the file or on the command line ends the
+    program with the key named.
+    """
+    parser = ArgumentParser(description=description, usage="%(prog)s --config RECIPE.yaml [--key value ...]")
+    parser.add_argument("--config", action="config", help="a recipe YAML")
+    parser.add_class_arguments(Recipe, nested_key=None)
+    if extra:
+        extra(parser)
+    parsed = parser.parse_args(args)
+    try:
+        values = parser.instantiate(parsed)
+        return Recipe(**{name: values[name] for name in Recipe.__dataclass_fields__}), values
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def resolved(recipe: Recipe) -> dict:
+    """The recipe as plain data, for manifests and results."""
+    return asdict(recipe)

@@ -1,0 +1,78 @@
+"""The window loss (METHOD section 4): 0.1 CE + 0.9 total variation against the target, over chunks of rows.
+
+M windows of d slots, C hidden size, V vocabulary. Logits exist for one chunk at a time and are recomputed in backward.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..drafter import MDFlashModel
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Factors of the terms: cross-entropy, total variation, and the confidence head's BCE (0: not trained)."""
+
+    cross_entropy: float
+    total_variation: float
+    confidence: float
+
+
+# M-DFlash trains no confidence head; a DSpark bootstrap does; DFlash is CE alone.
+STAGE_WEIGHTS = {
+    "mdflash": LossWeights(0.1, 0.9, 0.0),
+    "dspark": LossWeights(0.1, 0.9, 1.0),
+    "dflash": LossWeights(1.0, 0.0, 0.0),
+}
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Valid windows, flattened. hidden, teacher [M, d, C]: the drafter's slots and the target's final-norm states at
+    p+k..p+k+d-1. previous, labels [M, d]: y_{i-1} and y_i. weight [M, d]: m_i w_i."""
+
+    hidden: Tensor
+    teacher: Tensor
+    previous: Tensor
+    labels: Tensor
+    weight: Tensor
+
+
+def slot_losses(drafter: MDFlashModel, lm_head: nn.Module, windows: Windows, weights: LossWeights) -> Tensor:
+    """Per-slot loss [M, d] in fp32 of one chunk: the plain definition."""
+    logits = drafter.lm_head(windows.hidden) + drafter.head.biases(windows.previous, windows.hidden)
+    log_q = logits.float().log_softmax(-1)
+    loss = -weights.cross_entropy * log_q.gather(-1, windows.labels[..., None]).squeeze(-1)
+    if weights.total_variation or weights.confidence:
+        p = lm_head(windows.teacher).float().softmax(-1)
+        distance = (log_q.exp() - p).abs().sum(-1)  # Σ_v |q - p|, twice the total variation distance
+        loss = loss + weights.total_variation * distance
+        if weights.confidence and drafter.confidence_head is not None:
+            accepted = 1 - distance.detach() / 2
+            confidence = drafter.confidence_logits(windows.hidden, windows.previous).float()
+            loss = loss + weights.confidence * F.binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
+    return loss
+
+
+def loss_sum(
+    drafter: MDFlashModel, lm_head: nn.Module, windows: Windows, weights: LossWeights, rows: int
+) -> Tensor:
+    """The numerator Σ m_i w_i loss_i over all windows (fp32 scalar); the denominator is Σ m_i w_i over the global batch.
+
+    rows: at most this many slots have logits at once. lm_head: the target's, for the teacher.
+    """
+    fields = (windows.hidden, windows.teacher, windows.previous, windows.labels, windows.weight)
+    step = max(1, rows // windows.labels.shape[1])
+
+    def chunk_sum(*chunk: Tensor) -> Tensor:
+        part = Windows(*chunk)
+        return (part.weight * slot_losses(drafter, lm_head, part, weights)).sum()
+
+    total = windows.hidden.sum() * 0.0  # keeps the graph (and every rank's collectives) when there is no window
+    for chunk in zip(*(field.split(step) for field in fields), strict=True):
+        total = total + (checkpoint(chunk_sum, *chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk_sum(*chunk))
+    return total

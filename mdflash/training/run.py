@@ -1,0 +1,122 @@
+"""A stage's folder: who owns it, where it resumes, what it records when finished."""
+
+import json
+import math
+import os
+import uuid
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from transformers import TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..recipe import Recipe, StageSection, require
+
+SETTINGS, FINISHED = "stage.json", "training.json"
+
+# What may change between a run and its resumption: none of it touches the samples, the windows or the arithmetic.
+FREE = {
+    "deepspeed", "eval_requests", "eval_steps", "logging_steps", "loss_rows", "micro_batch_size", "report_to", "save_steps",
+    "save_total_limit",
+}  # fmt: skip
+
+
+def claim(recipe: Recipe) -> Path | None:
+    """The stage's folder, or None when it already holds this very run, finished.
+
+    Raises ValueError when it holds a run with other settings, naming each difference.
+    """
+    folder = recipe.stage_dir()
+    ours = binding_settings(recipe)
+    file = folder / SETTINGS
+    if file.is_file():
+        theirs = json.loads(file.read_text())
+        differing = [f"{key} {theirs.get(key)!r} there, {value!r} here" for key, value in ours.items() if theirs.get(key) != value]
+        if differing:
+            raise ValueError(
+                f"{folder} holds a run with other settings ({'; '.join(differing)}): delete that folder or give the recipe "
+                "another name"
+            )
+    if (folder / FINISHED).is_file():
+        return None
+    return folder
+
+
+def record_settings(recipe: Recipe, folder: Path) -> None:
+    """Write what later calls compare with (rank 0, before the first step)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SETTINGS).write_text(json.dumps(binding_settings(recipe), indent=2) + "\n")
+
+
+def binding_settings(recipe: Recipe) -> dict:
+    """The settings that define a run."""
+    settings = {key: value for key, value in asdict(recipe.settings()).items() if key not in FREE}
+    settings |= {f"target.{key}": value for key, value in asdict(recipe.target).items() if key != "attn_implementation"}
+    settings |= {f"data.{key}": value for key, value in asdict(recipe.data).items() if key != "batch_size"}
+    drafter = {"base": recipe.base_drafter} if recipe.stage == "mdflash" else asdict(recipe.drafter)
+    return settings | {f"drafter.{key}": value for key, value in drafter.items()}
+
+
+def resume_point(folder: Path) -> str | None:
+    """The newest checkpoint of an interrupted run."""
+    return get_last_checkpoint(str(folder)) if folder.is_dir() else None
+
+
+def world_size() -> int:
+    """Ranks of this launch."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def training_arguments(settings: StageSection, folder: Path, texts: int, name: str) -> TrainingArguments:
+    """The stage's settings as Hugging Face TrainingArguments. texts: training texts in an epoch.
+
+    Raises ValueError when the global batch is not a whole number of micro-batches over the ranks.
+    """
+    per_step = settings.micro_batch_size * world_size()
+    require(
+        settings.global_batch_size % per_step == 0, "global_batch_size", settings.global_batch_size,
+        f"must be a multiple of micro_batch_size * ranks = {per_step}; change one of them",
+    )  # fmt: skip
+    steps = settings.max_steps or math.ceil(math.ceil(texts / settings.global_batch_size) * settings.epochs)
+    return TrainingArguments(
+        output_dir=str(folder),
+        run_name=name,
+        per_device_train_batch_size=settings.micro_batch_size,
+        per_device_eval_batch_size=settings.micro_batch_size,
+        gradient_accumulation_steps=settings.global_batch_size // per_step,
+        max_steps=steps,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=math.ceil(settings.warmup_ratio * steps),
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        optim="adamw_torch",
+        deepspeed=settings.deepspeed,
+        eval_strategy="steps" if settings.eval_steps else "no",
+        eval_steps=settings.eval_steps or None,
+        save_strategy="steps" if settings.save_steps else "no",
+        save_steps=settings.save_steps or 500,
+        save_total_limit=settings.save_total_limit,
+        logging_steps=settings.logging_steps,
+        report_to=settings.report_to,
+        seed=settings.seed,
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
+        disable_tqdm=False,
+    )
+
+
+def join_wandb_run(folder: Path, settings: StageSection) -> None:
+    """One wandb run across resumes: its id lives in the stage's folder. WANDB_MODE=offline or disabled works as usual."""
+    if settings.report_to != "wandb":
+        return
+    file = folder / "wandb_run_id"
+    if not file.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(uuid.uuid4().hex)
+    os.environ.setdefault("WANDB_PROJECT", "mdflash")
+    os.environ["WANDB_RUN_ID"] = file.read_text()
+    os.environ["WANDB_RESUME"] = "allow"

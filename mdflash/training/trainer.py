@@ -1,0 +1,126 @@
+"""The Hugging Face Trainer with this project's normalisation, sampler, held-out measures and checkpoints."""
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from ..drafter import MDFlashModel
+from ..drafter.checkpoint import save_drafter
+from .module import DrafterForTraining
+from .windows import EpochSampler, WindowDataset
+
+PREFIX = "drafter."
+Acceptance = Callable[[MDFlashModel], dict[str, float]]
+
+
+class MDFlashTrainer(Trainer):
+    """Trains `DrafterForTraining` on a `WindowDataset`.
+
+    acceptance: called on rank 0 at every evaluation with a plain copy of the drafter; its figures join the held-out loss.
+    Checkpoints hold the full contract in the training precision; `export_state` gives it at any ZeRO stage.
+    """
+
+    def __init__(
+        self, module: DrafterForTraining, args: TrainingArguments, train: WindowDataset, held_out: WindowDataset,
+        acceptance: Acceptance | None = None,
+    ):  # fmt: skip
+        super().__init__(module, args, data_collator=train.collate, train_dataset=train, eval_dataset=held_out)
+        self.model_accepts_loss_kwargs = True  # the loss is already normalised over the whole accumulated batch
+        self.acceptance = acceptance
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """This rank's share of Σ m w loss / Σ m w over the global batch; the engine averages over ranks."""
+        loss = model(**inputs) * self.args.world_size / num_items_in_batch
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"loss is {loss.item()} at step {self.state.global_step + 1}: lower the learning rate or look at the data; "
+                "nothing was saved after the last checkpoint"
+            )
+        return loss
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The accumulation's batches and their exact normaliser: Σ m_i w_i over ranks and accumulation."""
+        batches = list(islice(epoch_iterator, num_batches))
+        total = sum((batch["weight"].sum() for batch in batches), torch.zeros(())).to(device)
+        return batches, self.accelerator.reduce(total, "sum").clamp(min=1e-9)
+
+    def _get_train_sampler(self, train_dataset=None) -> EpochSampler:
+        args = self.args
+        texts = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return EpochSampler(len(self.train_dataset), texts, args.seed)
+
+    def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
+        """Held-out texts in file order, the same windows every time."""
+        size = self.args.per_device_eval_batch_size
+        sampler = EpochSampler(len(self.eval_dataset), size * self.args.world_size, self.args.seed, shuffle=False)
+        loader = DataLoader(self.eval_dataset, size, sampler=sampler, collate_fn=self.eval_dataset.collate)
+        return self.accelerator.prepare(loader)
+
+    @torch.no_grad()
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Held-out loss over all ranks, and the held-out acceptance length."""
+        model = self.model_wrapped
+        model.eval()
+        sums = torch.zeros(2, device=self.args.device)
+        for batch in self.get_eval_dataloader():
+            inputs = self._prepare_inputs(batch)
+            sums += torch.stack([model(**inputs), inputs["weight"].sum()])
+        loss, weight = self.accelerator.reduce(sums, "sum").tolist()
+        metrics = {f"{metric_key_prefix}_loss": loss / max(weight, 1e-9)}
+        if self.acceptance:
+            state = self.export_state()
+            if self.is_world_process_zero():
+                figures = self.acceptance(self._plain_drafter(state))
+                metrics |= {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+            self.accelerator.wait_for_everyone()
+        model.train()
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def export_state(self, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Every tensor of the contract, gathered whatever the ZeRO stage (call on all ranks): trained and frozen ones in
+        the training precision, embedding and LM head as the target holds them."""
+        if state is None:
+            state = self.accelerator.get_state_dict(self.model_wrapped) or {}
+        state = {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
+        target = self._module._target[0]
+        return state | {"embed_tokens.weight": target.embed_tokens.weight, "lm_head.weight": target.lm_head.weight}
+
+    def save_final(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write the finished drafter in `dtype` (call on all ranks)."""
+        state = self.export_state()
+        if self.is_world_process_zero():
+            config = self._module.drafter.config
+            config.dtype = dtype
+            save_drafter(folder, config, {name: tensor.to(dtype) for name, tensor in state.items()})
+        self.accelerator.wait_for_everyone()
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        """One checkpoint's weights, as a drafter folder."""
+        if self.args.should_save:
+            state = self.export_state(state_dict if state_dict is not None else self.model.state_dict())
+            save_drafter(output_dir, self._module.drafter.config, state)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        """Weights back from such a folder (without DeepSpeed, which loads its own)."""
+        stored = load_file(Path(resume_from_checkpoint) / "model.safetensors")
+        own = self.model.state_dict()
+        self.model.load_state_dict({name: stored[name.removeprefix(PREFIX)] for name in own})
+
+    def _plain_drafter(self, state: dict[str, Tensor]) -> MDFlashModel:
+        target = self._module._target[0]
+        with torch.device(target.device):
+            drafter = MDFlashModel(self._module.drafter.config)
+        drafter.load_state_dict(state)
+        return drafter.cast(target.dtype).eval()
+
+    @property
+    def _module(self) -> DrafterForTraining:
+        return self.accelerator.unwrap_model(self.model)

@@ -1,0 +1,236 @@
+"""The whole evaluation on a random target and random drafters: what it writes, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from eval import run
+from mdflash import MDFlashConfig, MDFlashModel
+
+TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+SHAPE = dict(
+    vocab_size=300, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    max_position_embeddings=256, tie_word_embeddings=False,
+)  # fmt: skip
+METHODS = ["autoregressive", "dspark", "dflash", "dpara-untuned", "dpara"]
+RECIPE = """
+name: toy
+target: {path: target, dtype: float32}
+drafter: {block_size: 3}
+eval:
+  folder: prompts
+  benchmarks: [alpha, beta]
+  requests: 2
+  max_new_tokens: 12
+  devices: cpu,cpu
+  methods: [autoregressive, dspark, dflash, dpara-untuned, dpara]
+"""
+
+
+def build_target(folder) -> Qwen3ForCausalLM:
+    """A random Qwen3 with a byte-level tokenizer and a chat template."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270, special_tokens=["<|start|>", "<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    bpe.train_from_iterator(["a small text"], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", chat_template=TEMPLATE).save_pretrained(folder)
+    model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=3, **SHAPE))
+    model.generation_config = GenerationConfig(eos_token_id=1)
+    model.save_pretrained(folder)
+    return model
+
+
+def build_drafter(folder, target: Qwen3ForCausalLM, rank: int) -> None:
+    """A random drafter of d = 3 for that target."""
+    drafter = MDFlashModel(
+        MDFlashConfig(
+            num_hidden_layers=1, num_target_layers=3, target_layer_ids=[0, 1], block_size=3, mask_token_id=299,
+            markov_rank=rank, markov_head_type="vanilla" if rank else None, **SHAPE,
+        )
+    )  # fmt: skip
+    drafter.embed_tokens.load_state_dict(target.get_input_embeddings().state_dict())
+    drafter.lm_head.load_state_dict(target.get_output_embeddings().state_dict())
+    drafter.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A working folder with target, drafters, prompts and recipe."""
+    folder = tmp_path_factory.mktemp("project")
+    torch.manual_seed(0)
+    target = build_target(folder / "target")
+    for stage, rank in (("dspark", 4), ("mdflash", 4), ("dflash", 0)):
+        build_drafter(folder / "runs" / "toy" / stage, target, rank)
+    (folder / "prompts").mkdir()
+    for name in ("alpha", "beta"):
+        rows = [{"id": f"{name}-{i}", "turns": [f"{name} asks {i}", "and again"]} for i in range(3)]
+        (folder / "prompts" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "toy.yaml").write_text(RECIPE)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a model only loses time to threads that wait for each other
+    yield folder
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def inside(project, monkeypatch):
+    monkeypatch.chdir(project)
+    return project
+
+
+@pytest.fixture(scope="module")
+def results(project):
+    """The files of one greedy run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project)
+        run.main(["--config", "toy.yaml", f"--eval.folder={project / 'prompts'}"])
+    return project / "results" / "toy"
+
+
+@pytest.fixture(scope="module")
+def summary(results):
+    return json.loads((results / "summary.json").read_text())
+
+
+def test_files(results):
+    assert {file.name for file in results.iterdir()} == {
+        "summary.json", "requests.jsonl", "table.md", "tau_by_benchmark.png", "acceptance_by_position.png"
+    }  # fmt: skip
+    assert [file.name for file in results.parent.iterdir()] == ["toy"]  # no temporary folder is left
+    for name in ("tau_by_benchmark.png", "acceptance_by_position.png"):
+        assert (results / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_summary_says_how_it_was_made(summary, project):
+    assert summary["command"] == "python -m eval.run --config toy.yaml --eval.folder=prompts"
+    assert summary["config"]["eval"]["folder"] == "prompts"
+    assert str(project) not in json.dumps(summary)
+    assert summary["revision"]
+    assert {"python", "torch", "transformers", "mdflash"} <= summary["versions"].keys()
+    assert summary["devices"]["drafter"].keys() == {"device", "name"}
+    prompts = summary["prompts"]
+    assert (prompts["thinking"], prompts["turns"]) == (False, "first")
+    assert len(prompts["sha256"]) == len(prompts["chat_template_sha256"]) == 64
+    assert prompts["benchmarks"]["alpha"]["requests"] == 2
+    assert prompts["benchmarks"]["alpha"]["source"]["file"] == "alpha.jsonl"
+
+
+def test_summary_has_every_method_and_benchmark(summary):
+    assert list(summary["methods"]) == METHODS
+    for figures in summary["methods"].values():
+        assert list(figures["benchmarks"]) == ["alpha", "beta"]
+        for group in (figures["average"], *figures["benchmarks"].values()):
+            assert group["tau_ci95"][0] <= group["tau_pooled"] <= group["tau_ci95"][1]
+            assert group["speedup"].keys() == {"value", "ci95", "whole_request"}
+            assert group["fallback_rounds"] == 0
+        assert figures["average"]["requests"] == 4
+    serial = summary["methods"]["autoregressive"]["average"]
+    assert serial["tau_pooled"] == 1
+    assert serial["cold_starts"] == 0
+    assert summary["methods"]["dpara"]["average"]["cold_starts"] == 4
+    assert len(summary["methods"]["dpara"]["average"]["positions"]["proposed"]) == 3
+    assert summary["ratios"].keys() == {"dpara_over_untuned", "dpara_over_dspark"}
+
+
+def test_every_method_writes_the_autoregressive_answers(summary, results):
+    assert summary["lossless"] == {"greedy_total": 16, "greedy_identical": 16, "divergences": []}
+    rows = [json.loads(line) for line in (results / "requests.jsonl").read_text().splitlines()]
+    assert len(rows) == len(METHODS) * 4
+    answers = {row["id"]: row["token_ids"] for row in rows if row["method"] == "autoregressive"}
+    for row in rows:
+        assert row["token_ids"] == answers[row["id"]]
+        assert row["tokens"] == len(row["token_ids"]) == 1 + sum(row["committed"])
+        assert len(row["accepted"]) == len(row["proposed"]) == len(row["fallback"]) == len(row["cold_start"])
+
+
+def test_table(results, summary):
+    table = (results / "table.md").read_text()
+    for text in ("| alpha |", "| beta |", "| pooled average |", "| macro average |", summary["command"]):
+        assert text in table
+    assert "τ, dpara over untuned: " in table
+    assert "identical to autoregressive: 16 of 16" in table
+    widths = {line.count("|") for line in table.splitlines() if line.startswith("|")}
+    assert len(widths) == 1
+
+
+def test_sampling_one_method_in_batches(inside, results):
+    """Without an autoregressive run there is no speedup, and losslessness cannot be read off sampled answers."""
+    args = ["--eval.temperature=1", "--eval.methods=[dpara]", "--eval.batch_size=2", "--name=sampled"]
+    for stage in ("dspark", "mdflash"):
+        (inside / "runs" / "sampled").mkdir(exist_ok=True)
+        link = inside / "runs" / "sampled" / stage
+        if not link.exists():
+            link.symlink_to(inside / "runs" / "toy" / stage)
+    summary = run.main(["--config", "toy.yaml", *args])
+    assert summary["lossless"] is None
+    assert summary["ratios"] == {}
+    assert summary["methods"]["dpara"]["average"]["speedup"] is None
+    assert (inside / "results" / "sampled" / "table.md").is_file()
+
+
+def test_a_crash_keeps_earlier_results_and_foreign_files_stay(inside, results, monkeypatch):
+    before = {file.name: file.read_bytes() for file in results.iterdir()}
+    monkeypatch.setattr(run, "write_report", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.write_results({}, {}, results)
+    assert {file.name: file.read_bytes() for file in results.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        (["--eval.benchmarks=[]"], ValueError, r"eval\.benchmarks=\[\]"),
+        (["--eval.benchmarks=[gamma]"], FileNotFoundError, r"gamma\.jsonl is missing"),
+        (["--eval.benchmarks=[gamma]", "--eval.folder=null"], ValueError, "'gamma' is not built in"),
+        (["--eval.benchmarks=[alpha,alpha]"], ValueError, "names one twice"),
+        (["--eval.methods=[]"], ValueError, r"eval\.methods=\[\]"),
+        (["--eval.methods=[pearl]"], ValueError, "eval.methods names 'pearl'"),
+        (["--eval.max_new_tokens=0"], ValueError, r"eval\.max_new_tokens=0"),
+        (
+            ["--name=other"],
+            FileNotFoundError,
+            "runs/other/dspark .* `deepspeed recipes/train_mdflash.py --config toy.yaml --stage dspark`",
+        ),
+        (["--drafter.base=runs/toy/dflash"], ValueError, "needs a Markov head"),
+    ],
+)
+def test_refused_before_the_target_is_loaded(inside, monkeypatch, args, error, message):
+    monkeypatch.setattr(run, "load_target", lambda *args, **kwargs: pytest.fail("the target was loaded"))
+    with pytest.raises(error, match=message):
+        run.main(["--config", "toy.yaml", *args])
+
+
+def test_long_prompts_are_refused_before_anything_is_decoded(inside, monkeypatch):
+    monkeypatch.setattr(run, "decode", lambda *args, **kwargs: pytest.fail("decoding began"))
+    with pytest.raises(ValueError, match="exceeds the target's 256 positions"):
+        run.main(["--config", "toy.yaml", "--eval.max_new_tokens=250"])
+
+
+def test_another_prompt_format_than_in_training_is_said(inside, monkeypatch):
+    config = inside / "runs" / "toy" / "mdflash" / "config.json"
+    saved = config.read_text()
+    config.write_text(json.dumps(json.loads(saved) | {"mdflash_config": {"thinking": True}}))
+    monkeypatch.setattr(run, "write_results", lambda *args: None)
+    try:
+        with pytest.warns(UserWarning, match="mdflash drafter was trained with thinking=True, this run has False"):
+            run.main(["--config", "toy.yaml", "--eval.methods=[dpara]", "--eval.benchmarks=[alpha]"])
+    finally:
+        config.write_text(saved)
+
+
+def test_portable_paths(inside):
+    assert run.portable(["--x=/far/away/model", str(inside / "a/b"), 3, None]) == ["--x=model", "a/b", 3, None]
+
+
+def test_default_devices(monkeypatch):
+    for gpus, devices in ((0, "cpu,cpu"), (1, "cuda:0,cuda:0"), (2, "cuda:0,cuda:1"), (8, "cuda:0,cuda:1")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert run.default_devices() == devices

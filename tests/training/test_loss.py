@@ -1,0 +1,138 @@
+"""The window loss: its plain definition, chunking, gradients, and what stays frozen."""
+
+import copy
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+
+from mdflash.chat import Sample
+from mdflash.drafter import Layout
+from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, WindowDataset
+from mdflash.training.loss import Windows, loss_sum, slot_losses
+
+
+def lend(drafter, target):
+    """A drafter that holds its target's embedding and LM head, as every drafter does."""
+    drafter = copy.deepcopy(drafter)
+    drafter.embed_tokens.weight.data = target.embed_tokens.weight.detach().clone()
+    drafter.lm_head.weight.data = target.lm_head.weight.detach().clone()
+    return drafter
+
+
+def batch_for(layout, seed=0, starts=5, length=40):
+    generator = torch.Generator().manual_seed(seed)
+    samples = [
+        Sample(f"s{i}", tuple(torch.randint(0, 90, (length - 3 * i,), generator=generator).tolist()), ((6, length - 3 * i),))
+        for i in range(3)
+    ]
+    dataset = WindowDataset(samples, layout, starts, seed)
+    return dataset, dataset.collate([dataset[(0, i)] for i in range(3)])
+
+
+def module_for(target, drafter, stage, loss_rows=10_000):
+    layout = Layout.tree(3) if stage == "mdflash" else Layout.serial(3)
+    drafter = lend(drafter, target).freeze(heads=stage == "mdflash")
+    return DrafterForTraining(drafter, target, layout, STAGE_WEIGHTS[stage], loss_rows, bf16=False)
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_loss_equals_its_formula_in_float64(target, head):
+    drafter = lend(make_drafter(target, head=head), target).double()
+    target64 = copy.deepcopy(target.lm_head).double()
+    torch.manual_seed(0)
+    windows = Windows(
+        hidden=torch.randn(5, 3, 32).double(), teacher=torch.randn(5, 3, 32).double(), previous=torch.randint(0, 97, (5, 3)),
+        labels=torch.randint(0, 97, (5, 3)), weight=torch.rand(5, 3).double(),
+    )  # fmt: skip
+    losses = slot_losses(drafter, target64, windows, STAGE_WEIGHTS["dspark"])
+    state = drafter.head.start(torch.Size([5]), windows.previous)
+    for i in range(3):
+        bias, state = drafter.head.step(windows.previous[:, i], windows.hidden[:, i], state)
+        q = (drafter.lm_head(windows.hidden[:, i]) + bias).softmax(-1)
+        p = target64(windows.teacher[:, i]).softmax(-1)
+        l1 = (q - p).abs().sum(-1)
+        cross_entropy = -q.gather(1, windows.labels[:, i : i + 1]).squeeze(1).log()
+        c = drafter.confidence_logits(windows.hidden[:, i : i + 1], windows.previous[:, i : i + 1]).squeeze(1).sigmoid()
+        a = 1 - l1 / 2
+        confidence = -(a * c.log() + (1 - a) * (1 - c).log())
+        torch.testing.assert_close(
+            losses[:, i].double(), 0.1 * cross_entropy + 0.9 * l1 + confidence, atol=1e-4, rtol=1e-4
+        )
+
+
+def test_chunks_change_neither_loss_nor_gradients(target, drafter):
+    figures = []
+    for rows in (3, 10_000):
+        module = module_for(target, drafter, "mdflash", rows)
+        loss = module(**batch_for(module.layout)[1])
+        loss.backward()
+        figures.append((loss.item(), torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])))
+    assert figures[0][0] == pytest.approx(figures[1][0], rel=1e-6)
+    torch.testing.assert_close(figures[0][1], figures[1][1], atol=1e-5, rtol=1e-4)
+
+
+def test_no_window_still_gives_a_gradient_of_zero(target, drafter):
+    module = module_for(target, drafter, "mdflash")
+    dataset = WindowDataset([], module.layout, 2, 0)
+    loss = module(**dataset.collate([dataset[(0, -1)]]))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in module.drafter.layers.parameters())
+
+
+@pytest.mark.parametrize("stage", ["mdflash", "dspark", "dflash"])
+def test_what_trains_in_each_stage(target, stage):
+    module = module_for(target, make_drafter(target, rank=0 if stage == "dflash" else 8), stage)
+    module(**batch_for(module.layout)[1]).backward()
+    trained = {name.split(".")[1] for name, p in module.named_parameters() if p.requires_grad and p.grad.abs().sum() > 0}
+    backbone = {"fc", "hidden_norm", "layers", "norm"}
+    heads = {"markov_head", "confidence_head"} if stage == "dspark" else set()
+    assert trained == backbone | heads
+    assert not any("embed_tokens" in name or "lm_head" in name for name, _ in module.named_parameters())
+
+
+def test_another_targets_drafter_is_refused(target, drafter):
+    with pytest.raises(ValueError, match="embed_tokens differs"):
+        DrafterForTraining(drafter, target, Layout.tree(3), STAGE_WEIGHTS["mdflash"], 100, bf16=False)
+
+
+def test_teacher_reads_the_normed_state(target, drafter):
+    """The loss is least when the drafter's distribution is the target's own: swap a drafter head for the teacher."""
+    module = module_for(target, drafter, "mdflash")
+    dataset, batch = batch_for(module.layout)
+    captured = []
+    original = module._windows
+
+    def spy(*args):
+        captured.append(original(*args))
+        return captured[-1]
+
+    module._windows = spy
+    module(**batch)
+    windows = captured[0]
+    logits = target.model(input_ids=batch["ids"][:1]).logits
+    start = batch["start"][0, 0].item()
+    torch.testing.assert_close(target.logits(windows.teacher[0, 0]), logits[0, start + 1], atol=1e-5, rtol=1e-5)
+    assert windows.previous[0].tolist() == batch["ids"][0, start + 1 : start + 4].tolist()
+    assert windows.labels[0].tolist() == batch["ids"][0, start + 2 : start + 5].tolist()
+    assert loss_sum(drafter, target.lm_head, windows, STAGE_WEIGHTS["mdflash"], 10).item() > 0
+
+
+@pytest.mark.gpu
+def test_flex_training_equals_dense_on_a_gpu():
+    """Loss and gradients at awkward context lengths."""
+    target = make_target()
+    drafter = make_drafter(target)
+    target.model.to("cuda")
+    for length in (127, 129, 257):
+        figures = []
+        for attention in ("dense", "flex"):
+            module = module_for(target, drafter, "mdflash").to("cuda")
+            module.drafter.attention = attention
+            batch = {name: value.to("cuda") for name, value in batch_for(module.layout, length=length)[1].items()}
+            loss = module(**batch)
+            loss.backward()
+            figures.append((loss.item(), torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])))
+        assert figures[0][0] == pytest.approx(figures[1][0], rel=1e-4)
+        torch.testing.assert_close(figures[0][1], figures[1][1], atol=2e-3, rtol=2e-3)

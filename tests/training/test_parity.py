@@ -1,0 +1,58 @@
+"""Training and decoding are the same function: one training window and the decoder's branch give the same logits."""
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+
+from mdflash.decoding.drafter_runner import DrafterRunner
+from mdflash.decoding.target_runner import TargetRunner
+from mdflash.decoding.types import Block, Draft
+from mdflash.drafter import Layout
+from mdflash.drafter.sampling import Sampling
+from mdflash.training import STAGE_WEIGHTS, DrafterForTraining
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("lengths", [[1, 2], [5, 60, 17], [200]])
+@torch.no_grad()
+def test_training_window_equals_decoder_branch(family, lengths):
+    target = make_target(family)
+    drafter = make_drafter(target)
+    drafter.embed_tokens.weight.data = target.embed_tokens.weight.clone()
+    drafter.lm_head.weight.data = target.lm_head.weight.clone()
+    d, vocab = drafter.draft_length, 97
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(0, 90, (n + 3 * d,), generator=generator) for n in lengths]
+
+    # the decoder: ragged prefill of texts[:n], then the tree on the block texts[n : n+d+1]; and the serial window
+    slots = max(lengths) + 4 * d
+    runner = TargetRunner(target, tuple(drafter.config.target_layer_ids), Sampling(), len(texts), slots)
+    backbone = DrafterRunner(drafter, Sampling(), len(texts), slots)
+    block, features = runner.prefill([text[:n].tolist() for text, n in zip(texts, lengths, strict=True)], torch.zeros(len(texts)))
+    backbone.append(features, torch.arange(features.shape[1]).expand(len(texts), -1))
+    tokens = torch.stack([text[n : n + d + 1] for text, n in zip(texts, lengths, strict=True)])
+    draft = Draft(tokens[:, 1:], torch.zeros(len(texts), d, vocab))
+    block = Block(tokens[:, 0], draft, block.start, block.limit + d)
+    branches, serial = backbone.tree(block), backbone.serial(block)
+    # one round later: features of the block's tokens come from the verify pass through the cache
+    verdict = runner.verify(block, torch.zeros(len(texts), d + 1))
+    backbone.append(verdict.features, block.positions)
+    later = Block(torch.stack([t[n + 2] for t, n in zip(texts, lengths, strict=True)]), None, block.start + 2, block.limit + 2)
+    later_serial = backbone.serial(later)
+
+    for row, (text, n) in enumerate(zip(texts, lengths, strict=True)):
+        tree = hidden_in_training(drafter, target, Layout.tree(d), text, n)
+        torch.testing.assert_close(drafter.lm_head(branches[row]), drafter.lm_head(tree[0]), atol=1e-4, rtol=1e-4)
+        for start, ours in ((n, serial), (n + 2, later_serial)):
+            window = hidden_in_training(drafter, target, Layout.serial(d), text, start)
+            torch.testing.assert_close(drafter.lm_head(ours[row]), drafter.lm_head(window[0, 0]), atol=1e-4, rtol=1e-4)
+
+
+def hidden_in_training(drafter, target, layout, text, start):
+    """Slots' hidden states [N=1, b, d, C] as the training module computes them, with the whole text in view."""
+    module = DrafterForTraining.__new__(DrafterForTraining)
+    torch.nn.Module.__init__(module)
+    module.drafter, module.layout, module.weights = drafter, layout, STAGE_WEIGHTS["mdflash"]
+    ids, starts = text[None], torch.tensor([[start]])
+    rows = module._rows(ids, starts)
+    return rows.branches(drafter(target.features(ids, drafter.config.target_layer_ids), rows))[0]
