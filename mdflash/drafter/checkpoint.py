@@ -137,5 +137,8 @@ def save_drafter(folder: str | Path, config: MDFlashConfig, state: dict[str, tor
     config.architectures = config.architectures or ["Qwen3DSparkModel"]
     config.save_pretrained(folder)
     partial = folder / "model.safetensors.partial"
-    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}, partial, {"format": "pt"})
+    stored = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
+    if stored["lm_head.weight"].data_ptr() == stored["embed_tokens.weight"].data_ptr():
+        stored["lm_head.weight"] = stored["lm_head.weight"].clone()  # a tied target still yields both tensors
+    save_file(stored, partial, {"format": "pt"})
     partial.replace(folder / "model.safetensors")

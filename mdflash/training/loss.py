@@ -73,6 +73,8 @@ def loss_sum(
         return (part.weight * slot_losses(drafter, lm_head, part, weights)).sum()
 
     total = windows.hidden.sum() * 0.0  # keeps the graph (and every rank's collectives) when there is no window
-    for chunk in zip(*(field.split(step) for field in fields), strict=True):
-        total = total + (checkpoint(chunk_sum, *chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk_sum(*chunk))
+    chunks = list(zip(*(field.split(step) for field in fields), strict=True))
+    recompute = torch.is_grad_enabled() and len(chunks) > 1
+    for chunk in chunks:
+        total = total + (checkpoint(chunk_sum, *chunk, use_reentrant=False) if recompute else chunk_sum(*chunk))
     return total

@@ -1,0 +1,53 @@
+# One line per command; `make help` lists them. Every command reads a recipe: make train CONFIG=recipes/smollm2.yaml
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= recipes/tiny.yaml
+ARGS ?=
+BIN := $(abspath $(VENV))/bin
+export PATH := $(BIN):$(PATH)
+export TOKENIZERS_PARALLELISM := false
+.DEFAULT_GOAL := help
+.PHONY: help setup demo pipeline answers bootstrap train eval-acceptance export push test lint
+
+help:  ## list the commands
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
+	@echo "CONFIG=recipes/NAME.yaml picks the recipe (default $(CONFIG)); ARGS='--key value' overrides its settings."
+
+setup: $(VENV)/.installed  ## make the virtual environment with the tested versions
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,dev]'
+	touch $@
+
+demo: setup  ## the whole pipeline on a tiny model, CPU only, no downloads: about 8 minutes
+	python -m data.word_problems --output runs/demo/problems
+	python recipes/train_tiny_target.py --texts runs/demo/problems/texts.jsonl --output runs/demo/target
+	$(MAKE) pipeline CONFIG=recipes/tiny.yaml
+
+pipeline: answers bootstrap train eval-acceptance  ## answers, DSpark bootstrap, M-DFlash finetune and evaluation of CONFIG
+
+answers: setup  ## let the target of CONFIG answer the prompts
+	python -m data.answers --config $(CONFIG) $(ARGS)
+
+bootstrap: setup  ## train a DSpark drafter from scratch (skip it when CONFIG names a published one)
+	deepspeed recipes/train_mdflash.py --config $(CONFIG) --stage dspark $(ARGS)
+
+train: setup  ## finetune the backbone into M-DFlash
+	deepspeed recipes/train_mdflash.py --config $(CONFIG) $(ARGS)
+
+eval-acceptance: setup  ## decode the benchmarks with every method; writes results/NAME
+	python -m eval.run --config $(CONFIG) $(ARGS)
+
+export: setup  ## write the finished drafter with its model card
+	mdflash export --config $(CONFIG) $(ARGS)
+
+push: setup  ## upload it: make push REPO=owner/name [ARGS=--dry_run]
+	mdflash push --config $(CONFIG) --repo_id $(REPO) $(ARGS)
+
+test: setup  ## run the tests
+	python -m pytest
+
+lint: setup  ## check style
+	ruff check .
+	ruff format --check .
