@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import add, mul, sub
@@ -37,6 +38,12 @@ WORDS = {
         """,
     }.items()
 }
+
+# Interchangeable wordings, drawn for every sentence: a target's choice among them is hard to foresee and easy to
+# continue once made, which is what leaves a drafter something to learn.
+CONNECTIVES = (", so ", ", which means that ", "; this tells us that ", ", and because of that ", ". Therefore ")
+OPENINGS = ("", "Then ", "After that we see: ", "Next, ", "On top of this, ", "Now comes the next step: ")
+ENDINGS = ("The answer is", "So the answer is", "In the end that makes", "This brings the final result to")
 
 
 @dataclass(frozen=True)
@@ -151,9 +158,17 @@ def generate(family: str, index: int, seed: int, split: str) -> dict:
         "family": family,
         "messages": [
             {"role": "user", "content": template.question.format(**fields)},
-            {"role": "assistant", "content": template.answer.format(**fields)},
+            {"role": "assistant", "content": _reword(template.answer.format(**fields), rng)},
         ],
     }
+
+
+def _reword(answer: str, rng: random.Random) -> str:
+    """The answer with a drawn connective in each sentence, a drawn opening from the second on, and a drawn ending."""
+    lines = [re.sub(", so ", lambda _: rng.choice(CONNECTIVES), line) for line in answer.split("\n")]
+    lines[1:-1] = [rng.choice(OPENINGS) + line for line in lines[1:-1]]
+    lines[-1] = lines[-1].replace("The answer is", rng.choice(ENDINGS))
+    return "\n".join(lines)
 
 
 def _draw_words(rng: random.Random) -> dict[str, str]:

@@ -11,6 +11,8 @@ from .config import MDFlashConfig
 from .heads import HEADS, ConfidenceHead, MarkovHead
 from .tree import Layout, Rows, dense_mask, flex_mask
 
+FLEX_SMALLEST_HEAD = 16  # FlexAttention's GPU kernel takes no smaller head_dim
+
 # Parameters a finetune never touches: prefixes of state-dict keys.
 SHARED_WITH_TARGET = ("embed_tokens.", "lm_head.")
 HEAD_PREFIXES = ("markov_head.", "confidence_head.")
@@ -20,7 +22,8 @@ class MDFlashModel(PreTrainedModel):
     """A DSpark, DFlash or M-DFlash drafter. Serial block and DPara tree are one forward over [context ; rows].
 
     Build from a config (`MDFlashModel(config)`: random weights) or load with `mdflash.load_drafter`. `attention` selects
-    the mask: "dense" (reference), "flex" (FlexAttention) or "auto" (flex on GPUs).
+    the mask: "dense" (reference, and what decoding's few rows use), "flex" (FlexAttention), or "auto": flex for training
+    batches on GPUs whose kernel takes the head size, dense elsewhere.
     """
 
     config_class = MDFlashConfig
@@ -83,7 +86,8 @@ class MDFlashModel(PreTrainedModel):
 
     def mask(self, rows: Rows, context_length: int) -> Tensor | BlockMask:
         """The visibility rule in the form the configured attention takes."""
-        flex = self.attention == "flex" or (self.attention == "auto" and rows.ids.is_cuda)
+        worthwhile = self.training and rows.ids.is_cuda and self.config.head_dim >= FLEX_SMALLEST_HEAD
+        flex = self.attention == "flex" or (self.attention == "auto" and worthwhile)
         return (flex_mask if flex else dense_mask)(rows, context_length)
 
     def serial_hidden(self, features_BTF: Tensor, anchor_B: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def test_every_step_of_every_answer_is_correct(family):
         assert [step[0] for step in steps[1:]] == [step[3] for step in steps[:-1]], (
             "a step goes on from the last one"
         )
-        assert answer.endswith(f"\nThe answer is {steps[-1][3]}.")
+        assert answer.endswith(tuple(f"\n{ending} {steps[-1][3]}." for ending in ENDINGS))
         assert all(2 <= int(number) <= 9 for number in re.findall(r"\d+", question))
         assert "{" not in question + answer
 

@@ -196,7 +196,7 @@ def test_two_gpus_give_the_cpu_tokens():
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["dense", "flex"])
 def test_one_gpu_gives_the_cpu_tokens(attention):
-    target = make_target()
+    target = make_target(hidden=64)
     drafter = make_drafter(target)
     expected = [r.token_ids for r in decode(target, drafter, PROMPTS, "dpara", 24, stop_ids=[], batch_size=3)]
     drafter.attention = attention

@@ -122,7 +122,7 @@ def test_teacher_reads_the_normed_state(target, drafter):
 @pytest.mark.gpu
 def test_flex_training_equals_dense_on_a_gpu():
     """Loss and gradients at awkward context lengths."""
-    target = make_target()
+    target = make_target(hidden=64)
     drafter = make_drafter(target)
     target.model.to("cuda")
     for length in (127, 129, 257):
