@@ -77,6 +77,9 @@ class VanillaHead(MarkovHead):
     def step(self, previous, hidden, state):
         return self.markov_w2(self.markov_w1(previous)), state
 
+    def biases(self, previous, hidden):
+        return self.step(previous, hidden, None)[0]  # nothing is carried, so all slots go at once
+
 
 class GatedHead(VanillaHead):
     """bias = W2 · (σ(G[h ; e]) ⊙ e), e = W1[y]."""
@@ -97,6 +100,8 @@ class RNNHead(VanillaHead):
     def __init__(self, vocab_size: int, rank: int, hidden_size: int):
         super().__init__(vocab_size, rank, hidden_size)
         self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+
+    biases = MarkovHead.biases  # slot by slot: the state is carried
 
     def start(self, batch, like):
         return self.markov_w1.weight.new_zeros((*batch, self.markov_w1.embedding_dim))

@@ -42,19 +42,31 @@ class Windows:
     weight: Tensor
 
 
+def divergences(logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy -log q(y) and Σ_v |q - p| (twice the total variation distance) of every slot, fp32.
+
+    logits, teacher_logits [..., V] of q and p; labels [...]. The plain definition; `fused_divergences` is the same
+    function compiled, so that no fp32 [.., V] tensor is written.
+    """
+    log_q, p = logits.float().log_softmax(-1), teacher_logits.float().softmax(-1)
+    return -log_q.gather(-1, labels[..., None]).squeeze(-1), (log_q.exp() - p).abs().sum(-1)
+
+
+fused_divergences = torch.compile(divergences, dynamic=True)
+
+
 def slot_losses(drafter: MDFlashModel, lm_head: nn.Module, windows: Windows, weights: LossWeights) -> Tensor:
-    """Per-slot loss [M, d] in fp32 of one chunk: the plain definition."""
+    """Per-slot loss [M, d] in fp32 of one chunk of windows."""
     logits = drafter.lm_head(windows.hidden) + drafter.head.biases(windows.previous, windows.hidden)
-    log_q = logits.float().log_softmax(-1)
-    loss = -weights.cross_entropy * log_q.gather(-1, windows.labels[..., None]).squeeze(-1)
-    if weights.total_variation or weights.confidence:
-        p = lm_head(windows.teacher).float().softmax(-1)
-        distance = (log_q.exp() - p).abs().sum(-1)  # Σ_v |q - p|, twice the total variation distance
-        loss = loss + weights.total_variation * distance
-        if weights.confidence and drafter.confidence_head is not None:
-            accepted = 1 - distance.detach() / 2
-            confidence = drafter.confidence_logits(windows.hidden, windows.previous).float()
-            loss = loss + weights.confidence * F.binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
+    if not weights.total_variation and not weights.confidence:
+        return weights.cross_entropy * F.cross_entropy(logits.float().mT, windows.labels, reduction="none")
+    measure = fused_divergences if logits.is_cuda else divergences
+    cross_entropy, distance = measure(logits, lm_head(windows.teacher), windows.labels)
+    loss = weights.cross_entropy * cross_entropy + weights.total_variation * distance
+    if weights.confidence and drafter.confidence_head is not None:
+        accepted = 1 - distance.detach() / 2
+        confidence = drafter.confidence_logits(windows.hidden, windows.previous).float()
+        loss = loss + weights.confidence * F.binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
     return loss
 
 

@@ -91,7 +91,7 @@ def training_arguments(settings: StageSection, folder: Path, texts: int, name: s
         warmup_steps=math.ceil(settings.warmup_ratio * steps),
         weight_decay=0.0,
         max_grad_norm=1.0,
-        optim="adamw_torch",
+        optim="adamw_torch_fused" if torch.cuda.is_available() else "adamw_torch",
         deepspeed=settings.deepspeed,
         eval_strategy="steps" if settings.eval_steps else "no",
         eval_steps=settings.eval_steps or None,
@@ -105,6 +105,7 @@ def training_arguments(settings: StageSection, folder: Path, texts: int, name: s
         ddp_find_unused_parameters=False,
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
+        dataloader_num_workers=2 if torch.cuda.is_available() else 0,
         disable_tqdm=False,
     )
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from data.word_problems import FAMILIES, OPERATORS, distinct, generate, write
+from data.word_problems import ENDINGS, FAMILIES, OPERATORS, distinct, generate, write
 
 STEP = re.compile(r"(\d+) ([*+-]) (\d+) = (\d+)")
 

@@ -9,7 +9,7 @@ from conftest import make_drafter, make_target
 from mdflash.chat import Sample
 from mdflash.drafter import Layout
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, WindowDataset
-from mdflash.training.loss import Windows, loss_sum, slot_losses
+from mdflash.training.loss import Windows, divergences, fused_divergences, loss_sum, slot_losses
 
 
 def lend(drafter, target):
@@ -117,6 +117,21 @@ def test_teacher_reads_the_normed_state(target, drafter):
     assert windows.previous[0].tolist() == batch["ids"][0, start + 1 : start + 4].tolist()
     assert windows.labels[0].tolist() == batch["ids"][0, start + 2 : start + 5].tolist()
     assert loss_sum(drafter, target.lm_head, windows, STAGE_WEIGHTS["mdflash"], 10).item() > 0
+
+
+def test_fused_divergences_equal_the_plain_definition():
+    """Values and gradients, two shapes (one compiled function for all)."""
+    for windows in (5, 8):
+        torch.manual_seed(windows)
+        logits, teacher = torch.randn(2, windows, 3, 97, requires_grad=True)
+        labels, weight = torch.randint(0, 97, (windows, 3)), torch.rand(windows, 3)
+        figures = []
+        for measure in (divergences, fused_divergences):
+            cross_entropy, distance = measure(logits, teacher.detach(), labels)
+            (gradient,) = torch.autograd.grad((weight * (cross_entropy + distance)).sum(), logits)
+            figures.append((cross_entropy, distance, gradient))
+        for ours, theirs in zip(*figures, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu
