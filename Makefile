@@ -18,6 +18,7 @@ setup: $(VENV)/.installed  ## make the virtual environment with the tested versi
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,dev]'
+	-test -n "$$(command -v nvidia-smi)" || python -c "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)" > /dev/null 2>&1
 	touch $@
 
 demo: setup  ## the whole pipeline on a tiny model, CPU only, no downloads: about 8 minutes
