@@ -236,14 +236,10 @@ def write(output: Path, texts: int = 20_000, prompts: int = 2_000, held_out: int
         "settings": settings,
         "templates": _templates_sha256(),
         "note": "Held-out problems share templates with the training texts; only their questions are new.",
-        "files": {
-            name: {"rows": len(rows), "sha256": _sha256(output / name)} for name, rows in files.items()
-        },
+        "files": {name: {"rows": len(rows), "sha256": _sha256(output / name)} for name, rows in files.items()},
     }
     _replace(output / "manifest.json", json.dumps(manifest, indent=2) + "\n")
-    print(
-        f"{output}: {texts} texts, {prompts} prompts, {held_out} held-out for each of {', '.join(FAMILIES)}"
-    )
+    print(f"{output}: {texts} texts, {prompts} prompts, {held_out} held-out for each of {', '.join(FAMILIES)}")
 
 
 def _mixed(split: str, count: int, seed: int, seen: set[str]) -> list[dict]:

@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import mdflash
 from mdflash import MDFlashModel, Target, decode, load_drafter, load_target
 from mdflash.chat import Chat
-from mdflash.decoding.engine import Request, check_method, check_prompts
+from mdflash.decoding.engine import Request, check_method, check_prompts, default_devices
 from mdflash.recipe import Recipe, Stage, read_recipe, resolved
 
 from .benchmarks import Row, built_in, load, origin
@@ -165,12 +165,6 @@ def compare_training(drafters: dict[Stage, MDFlashModel], chat: Chat) -> None:
         for name, value in now.items():
             if trained.get(name, value) != value:
                 warnings.warn(f"the {stage} drafter was trained with {name}={trained[name]!r}, this run has {value!r}")
-
-
-def default_devices() -> str:
-    """Target's and drafter's device: two GPUs, the one GPU twice, or the CPU."""
-    gpus = torch.cuda.device_count()
-    return f"cuda:0,cuda:{min(gpus, 2) - 1}" if gpus else "cpu,cpu"
 
 
 def measure(

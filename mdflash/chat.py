@@ -107,5 +107,7 @@ def texts_of(chat: Chat, rows: Iterable[Mapping], max_length: int | None = None)
         samples += found
         empty += not found
     if not samples:
-        raise ValueError(f"none of the {empty} conversations has an assistant token to learn from: check roles and max_length")
+        raise ValueError(
+            f"none of the {empty} conversations has an assistant token to learn from: check roles and max_length"
+        )
     return samples, empty

@@ -97,7 +97,7 @@ def generate(args: list[str]) -> None:
         raise ValueError("the prompt is empty: give --prompt TEXT, or text on stdin")
 
     from . import decode, load_drafter, load_target
-    from .decoding.engine import check_method
+    from .decoding.engine import check_method, default_devices
 
     devices, drafter = own.devices or default_devices(), None
     if own.method != "autoregressive":
@@ -143,14 +143,6 @@ def recipe_drafter(recipe: "Recipe", method: str) -> tuple[str, str | None]:
     if method == "dspark":
         return recipe.base_drafter, recipe.drafter.base_revision if recipe.drafter.base else None
     return str(recipe.stage_dir("dflash" if method == "dflash" else "mdflash")), None
-
-
-def default_devices() -> str:
-    """Two GPUs, the one GPU twice, or the CPU."""
-    import torch
-
-    gpus = torch.cuda.device_count()
-    return f"cuda:0,cuda:{min(gpus, 2) - 1}" if gpus else "cpu,cpu"
 
 
 def figures(request: "Request | RequestResult") -> str:

@@ -54,7 +54,12 @@ def run(recipe: Recipe) -> None:
 
     drafter.freeze(heads=stage == "mdflash").attention = settings.attention
     module = DrafterForTraining(
-        drafter.cast(torch.float32), target, layout, STAGE_WEIGHTS[stage], settings.loss_rows, settings.bf16 and device.type == "cuda"
+        drafter.cast(torch.float32),
+        target,
+        layout,
+        STAGE_WEIGHTS[stage],
+        settings.loss_rows,
+        settings.bf16 and device.type == "cuda",
     )
     join_wandb_run(folder, settings)
     arguments = training_arguments(settings, folder, len(train), f"{recipe.name}-{stage}")
@@ -68,7 +73,9 @@ def run(recipe: Recipe) -> None:
     trainer.save_final(folder, dtype)
     if trainer.is_world_process_zero():
         written = load_drafter(folder)
-        check_unchanged(frozen_before, hashes(frozen_part(written.state_dict(), heads=stage == "mdflash").items()), "drafter")
+        check_unchanged(
+            frozen_before, hashes(frozen_part(written.state_dict(), heads=stage == "mdflash").items()), "drafter"
+        )
         check_unchanged(target_before, hashes(target.model.named_parameters()), "target")
         record = {
             "stage": stage, "recipe": resolved(recipe), "layout_anchor_counts": list(layout.branches), "metrics": metrics,

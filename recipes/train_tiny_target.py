@@ -81,13 +81,9 @@ class Settings:
         }
         for name, smallest in smallest_values.items():
             if getattr(self, name) < smallest:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} must be at least {smallest}; pass a larger --{name}"
-                )
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {smallest}; pass a larger --{name}")
         if self.hidden_size < 64 or self.hidden_size % 64:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} must be a multiple of 64; try --hidden_size 128"
-            )
+            raise ValueError(f"hidden_size={self.hidden_size} must be a multiple of 64; try --hidden_size 128")
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -150,9 +146,7 @@ def batches(lengths: list[int], settings: Settings) -> Iterator[list[int]]:
         epoch_batches = []
         for start in range(0, len(order), pool):
             near = sorted(order[start : start + pool], key=lengths.__getitem__)
-            epoch_batches += [
-                near[i : i + settings.batch_size] for i in range(0, len(near), settings.batch_size)
-            ]
+            epoch_batches += [near[i : i + settings.batch_size] for i in range(0, len(near), settings.batch_size)]
         rng.shuffle(epoch_batches)
         yield from epoch_batches
         epoch += 1
@@ -169,9 +163,7 @@ def train(model: Qwen3ForCausalLM, texts: list[list[int]], settings: Settings) -
     model.train()
     for _ in (progress := trange(settings.steps, desc="target", unit="step")):
         tokens_BN = pad_sequence([torch.tensor(texts[i]) for i in next(stream)], True, PAD_ID)
-        logits_BNV = model(
-            input_ids=tokens_BN[:, :-1]
-        ).logits  # causal, so padding on the right needs no mask
+        logits_BNV = model(input_ids=tokens_BN[:, :-1]).logits  # causal, so padding on the right needs no mask
         loss = F.cross_entropy(logits_BNV.flatten(0, 1), tokens_BN[:, 1:].flatten(), ignore_index=PAD_ID)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -187,12 +179,8 @@ def train(model: Qwen3ForCausalLM, texts: list[list[int]], settings: Settings) -
 @torch.inference_mode()
 def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[list[dict]]) -> float:
     """Share of texts whose greedy answer ends in the written result (its wording may differ)."""
-    prompts = [
-        tokenizer.apply_chat_template(text[:-1], tokenize=False, add_generation_prompt=True) for text in texts
-    ]
-    inputs = tokenizer(
-        prompts, padding=True, padding_side="left", return_tensors="pt", return_token_type_ids=False
-    )
+    prompts = [tokenizer.apply_chat_template(text[:-1], tokenize=False, add_generation_prompt=True) for text in texts]
+    inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt", return_token_type_ids=False)
     output_BN = model.generate(**inputs, max_new_tokens=128, do_sample=False)
     answers = tokenizer.batch_decode(output_BN[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
     written = [text[-1]["content"] for text in texts]
@@ -228,12 +216,8 @@ def main(settings: Settings) -> None:
     strings = [string for text in training for message in text for string in message.values()]
     tokenizer = train_tokenizer(strings, settings.vocab_size)
     model = build_model(settings, len(tokenizer))
-    print(
-        f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {tokenizer.mask_token} is {MASK_ID}"
-    )
-    loss = train(
-        model, tokenizer(tokenizer.apply_chat_template(training, tokenize=False)).input_ids, settings
-    )
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {tokenizer.mask_token} is {MASK_ID}")
+    loss = train(model, tokenizer(tokenizer.apply_chat_template(training, tokenize=False)).input_ids, settings)
 
     partial, replaced = (output.with_name(f"{output.name}.{state}") for state in ("partial", "replaced"))
     for leftover in (partial, replaced):

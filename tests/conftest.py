@@ -27,10 +27,14 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s)"))
 
 
-def make_target(family: str = "qwen3", vocab: int = 97, hidden: int = 32, layers: int = 4, sharpness: float = 1.0, **extra):
+def make_target(
+    family: str = "qwen3", vocab: int = 97, hidden: int = 32, layers: int = 4, sharpness: float = 1.0, **extra
+):
     """A random target. sharpness scales the LM head, so that distributions are far from uniform."""
     torch.manual_seed(7)
-    config_class, model_class = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[family]
+    config_class, model_class = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[
+        family
+    ]
     shape = dict(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=hidden // 4, max_position_embeddings=512, tie_word_embeddings=False,
@@ -45,7 +49,9 @@ def make_target(family: str = "qwen3", vocab: int = 97, hidden: int = 32, layers
     return Target(model)
 
 
-def make_drafter(target: Target, d: int = 3, taps=(-1, 1, 2), rank: int = 8, head: str = "vanilla", **extra) -> MDFlashModel:
+def make_drafter(
+    target: Target, d: int = 3, taps=(-1, 1, 2), rank: int = 8, head: str = "vanilla", **extra
+) -> MDFlashModel:
     """A random drafter for a target."""
     torch.manual_seed(11)
     source = target.config
@@ -83,7 +89,9 @@ def make_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=270, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=270, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(["hello world, say something"], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = template

@@ -24,7 +24,8 @@ class DrafterRunner:
         config = drafter.config
         shape = (batch, config.num_key_value_heads, slots, config.head_dim)
         self.context = [
-            ContextKV(*(torch.zeros(shape, dtype=drafter.dtype, device=self.device) for _ in "kv")) for _ in drafter.layers
+            ContextKV(*(torch.zeros(shape, dtype=drafter.dtype, device=self.device) for _ in "kv"))
+            for _ in drafter.layers
         ]
         self.after_barrier = False
         self.late_passes = 0

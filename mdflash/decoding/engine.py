@@ -39,7 +39,12 @@ class Request:
 
     def result(self) -> RequestResult:
         return RequestResult(
-            tuple(self.token_ids), self.finish_reason, tuple(self.rounds), len(self.prompt), self.prefill_s, self.decode_s
+            tuple(self.token_ids),
+            self.finish_reason,
+            tuple(self.rounds),
+            len(self.prompt),
+            self.prefill_s,
+            self.decode_s,
         )
 
 
@@ -204,6 +209,12 @@ def check_method(method: str, drafter: MDFlashModel | None) -> None:
         raise ValueError("method='dspark' needs a Markov head, this checkpoint has markov_rank=0: use 'dflash'")
 
 
+def default_devices() -> str:
+    """Target's and drafter's device of this machine: two GPUs, the one GPU twice, or the CPU."""
+    gpus = torch.cuda.device_count()
+    return f"cuda:0,cuda:{min(gpus, 2) - 1}" if gpus else "cpu,cpu"
+
+
 def place(target: Target, drafter: MDFlashModel, method: str, devices: str | Sequence[str] | None) -> None:
     """Move target and drafter to `devices` and share embeddings and LM head where they live together."""
     if devices is not None:
@@ -239,7 +250,9 @@ def check_prompts(target: Target, requests: list[Request], max_new_tokens: int) 
         if not request.prompt:
             raise ValueError(f"prompt {request.index} is empty: a request needs at least one token")
         if not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
-            raise ValueError(f"prompt {request.index} holds ids outside 0..{vocab - 1}: was it made with another tokenizer?")
+            raise ValueError(
+                f"prompt {request.index} holds ids outside 0..{vocab - 1}: was it made with another tokenizer?"
+            )
         if limit and len(request.prompt) + max_new_tokens > limit:
             raise ValueError(
                 f"prompt {request.index} of {len(request.prompt)} tokens plus max_new_tokens={max_new_tokens} exceeds the "

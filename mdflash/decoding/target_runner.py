@@ -23,7 +23,8 @@ class SlotCache(Cache):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (batch, config.num_key_value_heads, slots, head_dim)
         self.pairs = [
-            [torch.zeros(shape, dtype=target.dtype, device=target.device) for _ in "kv"] for _ in range(target.num_layers)
+            [torch.zeros(shape, dtype=target.dtype, device=target.device) for _ in "kv"]
+            for _ in range(target.num_layers)
         ]
 
     def at(self, positions_BQ: Tensor, limit: int) -> Tensor:

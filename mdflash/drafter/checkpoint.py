@@ -91,7 +91,9 @@ def read_config(folder: Path) -> MDFlashConfig:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, by index when it is sharded."""
     index = folder / "model.safetensors.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    names = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    )
     files = [folder / name for name in names]
     absent = [file.name for file in files if not file.is_file()]
     if absent:

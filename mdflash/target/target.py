@@ -36,7 +36,9 @@ class Target:
         self.lm_head: nn.Linear = model.get_output_embeddings()
         self.embed_tokens: nn.Embedding = model.get_input_embeddings()
         if not hasattr(self.decoder, "layers") or self.lm_head is None:
-            raise ValueError(f"{type(model).__name__} has no base_model.layers or LM head: use a decoder-only causal LM")
+            raise ValueError(
+                f"{type(model).__name__} has no base_model.layers or LM head: use a decoder-only causal LM"
+            )
         kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise ValueError(f"{type(model).__name__} uses {sorted(kinds)}: only full attention targets are supported")
@@ -156,7 +158,11 @@ def load_target(
         flash = on_gpu and importlib.util.find_spec("flash_attn") is not None and as_dtype(dtype) != torch.float32
         attn_implementation = "flash_attention_2" if flash else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(
-        path_or_id, dtype=as_dtype(dtype) or "auto", revision=revision, attn_implementation=attn_implementation, **kwargs
+        path_or_id,
+        dtype=as_dtype(dtype) or "auto",
+        revision=revision,
+        attn_implementation=attn_implementation,
+        **kwargs,
     ).to(device or "cpu")
     tokenizer_kwargs = {"gguf_file": kwargs["gguf_file"]} if "gguf_file" in kwargs else {}
     return Target(model, AutoTokenizer.from_pretrained(path_or_id, revision=revision, **tokenizer_kwargs))

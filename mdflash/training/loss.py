@@ -70,9 +70,7 @@ def slot_losses(drafter: MDFlashModel, lm_head: nn.Module, windows: Windows, wei
     return loss
 
 
-def loss_sum(
-    drafter: MDFlashModel, lm_head: nn.Module, windows: Windows, weights: LossWeights, rows: int
-) -> Tensor:
+def loss_sum(drafter: MDFlashModel, lm_head: nn.Module, windows: Windows, weights: LossWeights, rows: int) -> Tensor:
     """The numerator Σ m_i w_i loss_i over all windows (fp32 scalar); the denominator is Σ m_i w_i over the global batch.
 
     rows: at most this many slots have logits at once. lm_head: the target's, for the teacher.

@@ -38,7 +38,7 @@ class DrafterForTraining(nn.Module):
 
     def forward(self, ids: Tensor, start: Tensor, weight: Tensor) -> Tensor:
         """ids [B, T], start [B, N], weight m·w [B, N, b, d] -> Σ m_i w_i loss_i, fp32 scalar."""
-        target, layout = self._target[0], self.layout
+        target, _layout = self._target[0], self.layout
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.bf16):
             # 1. features of every position and the teacher's final-norm states, from one frozen pass
             seen = target.forward(ids, self.drafter.config.target_layer_ids)
@@ -81,7 +81,10 @@ class DrafterForTraining(nn.Module):
 
     @staticmethod
     def _check_same_embeddings(drafter: MDFlashModel, target: Target) -> None:
-        pairs = {"embed_tokens": (drafter.embed_tokens, target.embed_tokens), "lm_head": (drafter.lm_head, target.lm_head)}
+        pairs = {
+            "embed_tokens": (drafter.embed_tokens, target.embed_tokens),
+            "lm_head": (drafter.lm_head, target.lm_head),
+        }
         for name, (ours, theirs) in pairs.items():
             mine, other = ours.weight, theirs.weight
             if mine.shape != other.shape or not torch.equal(mine.to(other.device, other.dtype), other):

@@ -32,7 +32,11 @@ def claim(recipe: Recipe) -> Path | None:
     file = folder / SETTINGS
     if file.is_file():
         theirs = json.loads(file.read_text())
-        differing = [f"{key} {theirs.get(key)!r} there, {value!r} here" for key, value in ours.items() if theirs.get(key) != value]
+        differing = [
+            f"{key} {theirs.get(key)!r} there, {value!r} here"
+            for key, value in ours.items()
+            if theirs.get(key) != value
+        ]
         if differing:
             raise ValueError(
                 f"{folder} holds a run with other settings ({'; '.join(differing)}): delete that folder or give the recipe "

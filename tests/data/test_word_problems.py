@@ -35,9 +35,7 @@ def test_every_step_of_every_answer_is_correct(family):
         assert len(steps) == answer.count("=") >= 2
         for left, symbol, right, total in steps:
             assert OPERATORS[symbol](int(left), int(right)) == int(total) > 0
-        assert [step[0] for step in steps[1:]] == [step[3] for step in steps[:-1]], (
-            "a step goes on from the last one"
-        )
+        assert [step[0] for step in steps[1:]] == [step[3] for step in steps[:-1]], "a step goes on from the last one"
         assert answer.endswith(tuple(f"\n{ending} {steps[-1][3]}." for ending in ENDINGS))
         assert all(2 <= int(number) <= 9 for number in re.findall(r"\d+", question))
         assert "{" not in question + answer

@@ -56,7 +56,9 @@ def test_rule_by_hand():
         assert (accepted.item(), token.item()) == (r, bonus)
 
 
-@pytest.mark.parametrize(("top_k", "top_p", "kept"), [(2, 1.0, 2), (0, 0.6, 2), (0, 0.4, 1), (3, 0.99, 3), (99, 1.0, 4)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"), [(2, 1.0, 2), (0, 0.6, 2), (0, 0.4, 1), (3, 0.99, 3), (99, 1.0, 4)]
+)
 def test_filters(top_k, top_p, kept):
     p = Sampling(1.0, top_k, top_p).distribution(torch.tensor([0.5, 0.3, 0.15, 0.05]).log())
     assert (p > 0).sum() == kept
@@ -94,7 +96,9 @@ def chi_square_p(tokens: np.ndarray, expected: np.ndarray) -> float:
 
 def draws(target, drafter, method, samples=SAMPLES, **sampling) -> np.ndarray:
     prompts = [[1, 5, 2]] * samples
-    results = decode(target, drafter, prompts, method, 4, temperature=1.0, stop_ids=[], batch_size=BATCH, seed=5, **sampling)
+    results = decode(
+        target, drafter, prompts, method, 4, temperature=1.0, stop_ids=[], batch_size=BATCH, seed=5, **sampling
+    )
     return np.array([result.token_ids for result in results])
 
 

@@ -45,10 +45,13 @@ def test_dflash_needs_rank_zero_and_the_reverse(target, drafter):
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "dspark", "dpara"])
-@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.3, "top_k": 5}])
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.3, "top_k": 5}]
+)
 def test_tokens_do_not_depend_on_the_batch(target, drafter, method, sampling):
     runs = [
-        decode(target, drafter, PROMPTS, method, 16, stop_ids=[], batch_size=size, seed=3, **sampling) for size in (1, 2, 5)
+        decode(target, drafter, PROMPTS, method, 16, stop_ids=[], batch_size=size, seed=3, **sampling)
+        for size in (1, 2, 5)
     ]
     assert [r.token_ids for r in runs[0]] == [r.token_ids for r in runs[1]] == [r.token_ids for r in runs[2]]
     other_seed = decode(target, drafter, PROMPTS, method, 16, stop_ids=[], batch_size=5, seed=4, **sampling)

@@ -47,12 +47,15 @@ def test_untouched_checkpoint_saves_identically(head, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv", "d", "theta", "hidden"), [(10, 2, 7, 1e6, 40), (4, 4, 5, 1e4, 32), (3, 1, 16, 5e5, 48), (40, 8, 1, 1e6, 80)]
+    ("heads", "kv", "d", "theta", "hidden"),
+    [(10, 2, 7, 1e6, 40), (4, 4, 5, 1e4, 32), (3, 1, 16, 5e5, 48), (40, 8, 1, 1e6, 80)],
 )
 def test_other_shapes_round_trip(heads, kv, d, theta, hidden, tmp_path):
     target = make_target(vocab=50, hidden=hidden)
     rope = {"rope_type": "default", "rope_theta": theta}
-    drafter = make_drafter(target, d=d, num_attention_heads=heads, num_key_value_heads=kv, head_dim=8, rope_parameters=rope)
+    drafter = make_drafter(
+        target, d=d, num_attention_heads=heads, num_key_value_heads=kv, head_dim=8, rope_parameters=rope
+    )
     drafter.save_pretrained(tmp_path)
     again = MDFlashModel.from_pretrained(tmp_path)
     features, anchor = torch.randn(2, 9, drafter.feature_width), torch.tensor([3, 4])

@@ -27,9 +27,7 @@ recipe = load_recipe()
 def settings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
     write(folder, texts=200, prompts=1, held_out=1)
-    settings = recipe.Settings(
-        folder / "texts.jsonl", folder / "target", steps=3, held_out=2, layers=2, threads=1
-    )
+    settings = recipe.Settings(folder / "texts.jsonl", folder / "target", steps=3, held_out=2, layers=2, threads=1)
     recipe.main(settings)
     return settings
 

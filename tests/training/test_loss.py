@@ -23,7 +23,11 @@ def lend(drafter, target):
 def batch_for(layout, seed=0, starts=5, length=40):
     generator = torch.Generator().manual_seed(seed)
     samples = [
-        Sample(f"s{i}", tuple(torch.randint(0, 90, (length - 3 * i,), generator=generator).tolist()), ((6, length - 3 * i),))
+        Sample(
+            f"s{i}",
+            tuple(torch.randint(0, 90, (length - 3 * i,), generator=generator).tolist()),
+            ((6, length - 3 * i),),
+        )
         for i in range(3)
     ]
     dataset = WindowDataset(samples, layout, starts, seed)
@@ -85,7 +89,9 @@ def test_no_window_still_gives_a_gradient_of_zero(target, drafter):
 def test_what_trains_in_each_stage(target, stage):
     module = module_for(target, make_drafter(target, rank=0 if stage == "dflash" else 8), stage)
     module(**batch_for(module.layout)[1]).backward()
-    trained = {name.split(".")[1] for name, p in module.named_parameters() if p.requires_grad and p.grad.abs().sum() > 0}
+    trained = {
+        name.split(".")[1] for name, p in module.named_parameters() if p.requires_grad and p.grad.abs().sum() > 0
+    }
     backbone = {"fc", "hidden_norm", "layers", "norm"}
     heads = {"markov_head", "confidence_head"} if stage == "dspark" else set()
     assert trained == backbone | heads
@@ -100,7 +106,7 @@ def test_another_targets_drafter_is_refused(target, drafter):
 def test_teacher_reads_the_normed_state(target, drafter):
     """The loss is least when the drafter's distribution is the target's own: swap a drafter head for the teacher."""
     module = module_for(target, drafter, "mdflash")
-    dataset, batch = batch_for(module.layout)
+    _dataset, batch = batch_for(module.layout)
     captured = []
     original = module._windows
 
@@ -148,6 +154,8 @@ def test_flex_training_equals_dense_on_a_gpu():
             batch = {name: value.to("cuda") for name, value in batch_for(module.layout, length=length)[1].items()}
             loss = module(**batch)
             loss.backward()
-            figures.append((loss.item(), torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])))
+            figures.append(
+                (loss.item(), torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
+            )
         assert figures[0][0] == pytest.approx(figures[1][0], rel=1e-4)
         torch.testing.assert_close(figures[0][1], figures[1][1], atol=2e-3, rtol=2e-3)

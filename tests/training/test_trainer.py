@@ -152,7 +152,9 @@ def test_other_settings_are_refused(project, tmp_path):
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode != 0
     assert "max_steps 1 there, 2 here" in done.stderr
-    bad = subprocess.run([*command, "--mdflash.micro_batch_size", "3", "--name", "y"], cwd=folder, capture_output=True, text=True)
+    bad = subprocess.run(
+        [*command, "--mdflash.micro_batch_size", "3", "--name", "y"], cwd=folder, capture_output=True, text=True
+    )
     assert bad.returncode != 0
 
 
