@@ -47,7 +47,7 @@ push: setup  ## upload it: make push REPO=owner/name [ARGS=--dry_run]
 	mdflash push --config $(CONFIG) --repo_id $(REPO) $(ARGS)
 
 test: setup  ## run the tests
-	python -m pytest
+	python -m pytest --numprocesses 2 --dist loadfile
 
 lint: setup  ## check style
 	ruff check .

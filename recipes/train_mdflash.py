@@ -40,6 +40,9 @@ def launcher_arguments(parser) -> None:
 
 def run(recipe: Recipe) -> None:
     """One stage, from recipe to finished drafter folder."""
+    if recipe.stage != "mdflash" and recipe.drafter.base:
+        print(f"drafter.base names {recipe.drafter.base}: there is nothing to bootstrap")
+        return
     settings, folder, stage = recipe.settings(), claim(recipe), recipe.stage
     if folder is None:
         print(f"{recipe.stage_dir()} already holds this run, finished: nothing to do")

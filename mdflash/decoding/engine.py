@@ -2,7 +2,8 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -120,14 +121,28 @@ def decode(
     )
     requests = [Request(i, prompt_ids(target, prompt, thinking)) for i, prompt in enumerate(prompts)]
     check_prompts(target, requests, max_new_tokens)
-    for at in range(0, len(requests), batch_size):
-        batch = requests[at : at + batch_size]
-        schedule = build_schedule(method, target, drafter, sampling, batch, max_new_tokens, seed, drafter_timeout_s)
-        try:
-            run_batch(schedule, batch, stopping, on_round)
-        finally:
-            schedule.close()
+    with sdpa(target):
+        for at in range(0, len(requests), batch_size):
+            batch = requests[at : at + batch_size]
+            schedule = build_schedule(method, target, drafter, sampling, batch, max_new_tokens, seed, drafter_timeout_s)
+            try:
+                run_batch(schedule, batch, stopping, on_round)
+            finally:
+                schedule.close()
     return [request.result() for request in requests]
+
+
+@contextmanager
+def sdpa(target: Target) -> Iterator[None]:
+    """Decode with SDPA, which takes the slot cache's boolean masks, whatever attention the target was loaded with."""
+    loaded_with = target.config._attn_implementation
+    if loaded_with != "sdpa":
+        target.model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if loaded_with != "sdpa":
+            target.model.set_attn_implementation(loaded_with)
 
 
 def run_batch(schedule: Schedule, requests: list[Request], stopping: Stopping, on_round: OnRound | None = None) -> None:

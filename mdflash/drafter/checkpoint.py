@@ -7,6 +7,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from .config import MARKOV_HEADS, REQUIRED_FIELDS, MDFlashConfig
 from .model import MDFlashModel
@@ -26,12 +27,8 @@ def load_drafter(
     """
     folder = resolve_folder(path_or_id, revision)
     config = read_config(folder)
-    stored = read_shapes(folder)
-    with torch.device("meta"):
-        expected = {key: tuple(tensor.shape) for key, tensor in MDFlashModel(config).state_dict().items()}
-    check_tensors(folder, stored, expected)
-
-    model = MDFlashModel(config)  # RoPE's buffers are made here, from the config, never read from the file
+    model = unfilled(config)
+    check_tensors(folder, read_shapes(folder), {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()})
     tensors = {}
     for file in weight_files(folder):
         tensors.update(load_file(file))
@@ -39,6 +36,15 @@ def load_drafter(
     model.name_or_path = str(path_or_id)
     model.cast(as_dtype(dtype), device).config.dtype = model.dtype
     return model.eval()
+
+
+def unfilled(config: MDFlashConfig) -> MDFlashModel:
+    """A drafter without parameter storage, to be filled by `load_state_dict(.., assign=True)`. RoPE's buffers are real:
+    they come from the config, never from a file."""
+    with torch.device("meta"):
+        model = MDFlashModel(config)
+    model.rotary_emb = Qwen3RotaryEmbedding(config=config)
+    return model
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -132,8 +138,7 @@ def save_drafter(folder: str | Path, config: MDFlashConfig, state: dict[str, tor
     Raises ValueError naming every missing, unexpected or wrongly shaped tensor, before anything is written.
     """
     folder = Path(folder)
-    with torch.device("meta"):
-        expected = {key: tuple(tensor.shape) for key, tensor in MDFlashModel(config).state_dict().items()}
+    expected = {key: tuple(tensor.shape) for key, tensor in unfilled(config).state_dict().items()}
     check_tensors(folder, {key: tuple(tensor.shape) for key, tensor in state.items()}, expected)
     folder.mkdir(parents=True, exist_ok=True)
     config.architectures = config.architectures or ["Qwen3DSparkModel"]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from ..drafter import MDFlashModel
-from ..drafter.checkpoint import save_drafter
+from ..drafter.checkpoint import save_drafter, unfilled
 from .module import DrafterForTraining
 from .windows import EpochSampler, WindowDataset
 
@@ -116,10 +116,9 @@ class MDFlashTrainer(Trainer):
 
     def _plain_drafter(self, state: dict[str, Tensor]) -> MDFlashModel:
         target = self._module._target[0]
-        with torch.device(target.device):
-            drafter = MDFlashModel(self._module.drafter.config)
-        drafter.load_state_dict(state)
-        return drafter.cast(target.dtype).eval()
+        drafter = unfilled(self._module.drafter.config)
+        drafter.load_state_dict(state, assign=True)
+        return drafter.cast(target.dtype, target.device).eval()
 
     @property
     def _module(self) -> DrafterForTraining:

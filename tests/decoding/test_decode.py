@@ -122,6 +122,15 @@ def test_bad_input_is_refused(target, drafter, arguments, message):
         decode(target, **call)
 
 
+def test_a_target_loaded_with_another_attention_decodes_the_same():
+    target = make_target()
+    expected = decode(target, None, PROMPTS, "autoregressive", 12, stop_ids=[])
+    target.model.set_attn_implementation("eager")
+    results = decode(target, None, PROMPTS, "autoregressive", 12, stop_ids=[])
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    assert target.config._attn_implementation == "eager"
+
+
 def test_no_prompts_no_results(target, drafter):
     assert decode(target, drafter, [], "dpara") == []
 

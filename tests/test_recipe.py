@@ -1,0 +1,52 @@
+"""The shipped recipes parse; faults in a recipe are named."""
+
+from pathlib import Path
+
+import pytest
+
+from mdflash.recipe import read_recipe, resolved
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+TINY = str(next(path for path in RECIPES if path.stem == "tiny"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_parse(path):
+    recipe, _ = read_recipe(["--config", str(path)])
+    assert recipe.stage == "mdflash"
+    assert resolved(recipe)["drafter"]["target_layer_ids"] == recipe.drafter.target_layer_ids
+    assert (path.parents[1] / recipe.mdflash.deepspeed).is_file()
+    assert recipe.base_drafter == (recipe.drafter.base or f"runs/{recipe.name}/dspark")
+
+
+def test_overrides_reach_their_section():
+    recipe, _ = read_recipe(["--config", TINY, "--stage", "dspark", "--dspark.learning_rate", "1e-4"])
+    assert recipe.settings().learning_rate == 1e-4
+    assert recipe.mdflash.learning_rate != 1e-4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mdflash.lr", "1"], "--mdflash.lr"),
+        (["--mdflash.micro_batch_size", "0"], "micro_batch_size=0"),
+        (["--mdflash.learning_rate", "fast"], "learning_rate"),
+        (["--stage", "ddtree"], "stage"),
+        (["--target.dtype", "int4"], "target.dtype='int4'"),
+        (["--target.path", ""], "target.path"),
+        (["--name", "a/b"], "name='a/b'"),
+    ],
+)
+def test_faults_are_named(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        read_recipe(["--config", TINY, *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_key_in_the_file_is_an_error(tmp_path, capsys):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("name: x\ntarget: {path: y}\nmdflash: {learning_rte: 1}\n")
+    with pytest.raises(SystemExit):
+        read_recipe(["--config", str(file)])
+    assert "learning_rte" in capsys.readouterr().err
