@@ -44,6 +44,7 @@ export: setup  ## write the finished drafter with its model card
 	mdflash export --config $(CONFIG) $(ARGS)
 
 push: setup  ## upload it: make push REPO=owner/name [ARGS=--dry_run]
+	$(if $(REPO),,$(error push needs REPO=owner/name))
 	mdflash push --config $(CONFIG) --repo_id $(REPO) $(ARGS)
 
 test: setup  ## run the tests

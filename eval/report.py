@@ -72,9 +72,9 @@ def markdown(summary: dict) -> str:
         f"# {summary['config']['name']}",
         "",
         f"τ: tokens committed per target verification, bonus included, pooled over requests [95% bootstrap interval]. "
-        f"Speedup: tokens a second over autoregressive without prefill (whole request in brackets). At most "
-        f"{settings['max_new_tokens']} new tokens, temperature {settings['temperature']:g}, batch "
-        f"{settings['batch_size']}, thinking {'on' if summary['prompts']['thinking'] else 'off'}.",
+        f"Speedup: tokens a second over autoregressive without prefill (whole request in brackets). "
+        f"{settings['requests'] or 'All'} requests a benchmark, at most {settings['max_new_tokens']} new tokens, "
+        f"temperature {settings['temperature']:g}, batch {settings['batch_size']}, thinking {'on' if summary['prompts']['thinking'] else 'off'}.",
         "",
         "| " + " | ".join(header) + " |",
         "| --- |" + " ---: |" * (len(header) - 1),

@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import mdflash
 from mdflash import MDFlashModel, Target, decode, load_drafter, load_target
 from mdflash.chat import Chat
-from mdflash.decoding.engine import Request, check_method, check_prompts, default_devices
+from mdflash.decoding.engine import Request, check_method, check_prompts, default_devices, share_cores, usable_device
 from mdflash.recipe import Recipe, Stage, read_recipe, resolved
 
 from .benchmarks import Row, built_in, load, origin
@@ -67,6 +67,9 @@ def main(args: list[str] | None = None) -> dict:
     check_settings(recipe)
     rows = {name: load(name, recipe.eval.folder, recipe.eval.requests) for name in recipe.eval.benchmarks}
     devices = recipe.eval.devices or default_devices()
+    for device in devices.split(","):
+        usable_device(device)
+    share_cores(devices)
     drafters = load_drafters(recipe, config_file, devices)
     target = load_recipe_target(recipe, devices)
 
@@ -343,4 +346,7 @@ def cpu_name() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -97,9 +97,12 @@ def generate(args: list[str]) -> None:
         raise ValueError("the prompt is empty: give --prompt TEXT, or text on stdin")
 
     from . import decode, load_drafter, load_target
-    from .decoding.engine import check_method, default_devices
+    from .decoding.engine import check_method, default_devices, share_cores, usable_device
 
     devices, drafter = own.devices or default_devices(), None
+    for device in devices.split(","):
+        usable_device(device)
+    share_cores(devices)
     if own.method != "autoregressive":
         drafter = load_drafter(own.drafter, own.dtype, devices.split(",")[-1], drafter_revision)
     check_method(own.method, drafter)  # before the larger load

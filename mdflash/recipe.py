@@ -169,10 +169,11 @@ class EvalSection:
         top_p: nucleus mass, applied to target and draft alike.
         top_k: tokens kept, applied to target and draft alike; 0 keeps all.
         batch_size: requests decoded at once.
-        methods: autoregressive, dspark, dpara-untuned, dpara.
+        methods: autoregressive, dspark, dpara-untuned, dpara, dflash.
         devices: target's and drafter's device; null takes cuda:0,cuda:1, or the one GPU twice, or cpu,cpu.
         dtype: null takes target.dtype.
         seed: seed of sampled answers and of the bootstrap.
+        output: results folder; null is results/NAME.
     """
 
     benchmarks: list[str] = field(default_factory=list)
@@ -187,6 +188,7 @@ class EvalSection:
     devices: str | None = None
     dtype: str | None = None
     seed: int = 0
+    output: str | None = None
 
 
 @dataclass
@@ -229,8 +231,8 @@ class Recipe:
 
     @property
     def results_dir(self) -> Path:
-        """results/NAME."""
-        return Path("results") / self.name
+        """eval.output, or results/NAME."""
+        return Path(self.eval.output or f"results/{self.name}")
 
     def stage_dir(self, stage: Stage | None = None) -> Path:
         """The folder a stage writes its checkpoints and its finished drafter to."""

@@ -29,7 +29,7 @@ def main(args: list[str] | None = None) -> None:
     recipe, _ = read_recipe(args, __doc__.splitlines()[0], extra=launcher_arguments)
     try:
         run(recipe)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -47,11 +47,12 @@ def run(recipe: Recipe) -> None:
     if folder is None:
         print(f"{recipe.stage_dir()} already holds this run, finished: nothing to do")
         return
+    conversations = split_held_out(read_conversations(recipe.answers_file), recipe.data.held_out)
     device = training_device()
     target = load_frozen_target(recipe, device)
     drafter, layout = starting_point(recipe, target)
     dtype = drafter.dtype
-    train, held_out, prompts = datasets(recipe, target, layout)
+    train, held_out, prompts = datasets(recipe, target, layout, conversations)
     frozen_before = hashes(frozen_part(drafter.state_dict(), heads=stage == "mdflash").items())
     target_before = hashes(target.model.named_parameters())
 
@@ -138,17 +139,18 @@ def mdflash_block(recipe: Recipe, target: Target, drafter: MDFlashModel) -> dict
     }
 
 
-def datasets(recipe: Recipe, target: Target, layout: Layout) -> tuple[WindowDataset, WindowDataset, list[list[int]]]:
+def datasets(
+    recipe: Recipe, target: Target, layout: Layout, conversations: tuple[list[dict], list[dict]]
+) -> tuple[WindowDataset, WindowDataset, list[list[int]]]:
     """Training and held-out windows, and held-out prompts for the acceptance length."""
     settings = recipe.settings()
     chat = Chat(target.tokenizer, target.stop_ids, recipe.target.thinking)
-    rows, held_rows = split_held_out(read_conversations(recipe.answers_file), recipe.data.held_out)
     parts = []
-    for part in (rows, held_rows):
+    for part in conversations:
         samples, empty = texts_of(chat, part, settings.max_length)
         print(f"{len(samples)} texts, {sum(s.supervised for s in samples)} supervised tokens, {empty} without any")
         parts.append(WindowDataset(samples, layout, settings.starts_per_text, settings.seed))
-    prompts = [chat.prompt([m for m in row["messages"][:1] if m["role"] != "assistant"]) for row in held_rows]
+    prompts = [chat.prompt([m for m in row["messages"][:1] if m["role"] != "assistant"]) for row in conversations[1]]
     return parts[0], parts[1], prompts[: settings.eval_requests]
 
 

@@ -1,4 +1,4 @@
-"""DPara: the backbone precomputes every acceptance boundary while the target verifies (METHOD section 5)."""
+"""DPara: the backbone precomputes every acceptance boundary while the target verifies (docs/method.md)."""
 
 import torch
 

@@ -1,6 +1,7 @@
 """`decode`: requests in, results out. Batches, stops, budgets and times; the schedules know nothing of them."""
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -230,13 +231,32 @@ def default_devices() -> str:
     return f"cuda:0,cuda:{min(gpus, 2) - 1}" if gpus else "cpu,cpu"
 
 
+def usable_device(name: str) -> torch.device:
+    """A device of this machine, or ValueError saying what there is."""
+    try:
+        device = torch.device(name.strip())
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is not a torch device: use cpu or cuda:N") from error
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device {name!r}: this machine has {count} CUDA devices; use {default_devices()!r}")
+    return device
+
+
+def share_cores(devices: str) -> None:
+    """On CPUs give each role half of the cores, so that DPara's two threads do not wait for each other; the same for every
+    method, so that speeds compare."""
+    if "cpu" in devices:
+        torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+
+
 def place(target: Target, drafter: MDFlashModel, method: str, devices: str | Sequence[str] | None) -> None:
     """Move target and drafter to `devices` and share embeddings and LM head where they live together."""
     if devices is not None:
         names = devices.split(",") if isinstance(devices, str) else list(devices)
         if len(names) not in (1, 2):
             raise ValueError(f"devices={devices!r}: name the target's and the drafter's device, as in 'cuda:0,cuda:1'")
-        first, last = torch.device(names[0]), torch.device(names[-1])
+        first, last = usable_device(names[0]), usable_device(names[-1])
         if target.device != first:
             target.model.to(first)
         drafter.to(last)

@@ -52,8 +52,8 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(dtype, str):
         return dtype
     found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype={dtype!r} is not a torch dtype: use float32, bfloat16 or float16")
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype={dtype!r} is not a floating-point torch dtype: use float32, bfloat16 or float16")
     return found
 
 
@@ -148,4 +148,5 @@ def save_drafter(folder: str | Path, config: MDFlashConfig, state: dict[str, tor
     if stored["lm_head.weight"].data_ptr() == stored["embed_tokens.weight"].data_ptr():
         stored["lm_head.weight"] = stored["lm_head.weight"].clone()  # a tied target still yields both tensors
     save_file(stored, partial, {"format": "pt"})
+    partial.chmod(0o644)
     partial.replace(folder / "model.safetensors")

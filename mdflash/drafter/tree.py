@@ -4,7 +4,7 @@ Shape suffixes here and in the other tensor files:
 B requests or texts · T context positions · R rows · N trees of one text · V vocabulary · F feature width ·
 H heads · C channels (hidden size) · d draft length
 
-Every mode is the same window (METHOD section 3 of the paper notes, docs/method.md): features at positions < p, then k
+Every mode is the same window (docs/method.md): features at positions < p, then k
 anchors (the true tokens p..p+k-1), then d slots at p+k..p+k+d-1. Windows with one start p share their anchors: a `Layout`
 is a spine of anchors and one branch of d slots per anchor count k.
   serial DSpark / DFlash    spine 0, branches (0,)
@@ -128,7 +128,7 @@ def visibility(rows: Rows, context_length: int) -> Rule:
     """THE visibility rule over keys [context ; rows], as a FlexAttention `mask_mod(b, h, query, key)`.
 
     A row sees the features below its tree's start, the first `seen` anchors of its own tree, and all d slots of its own
-    branch; nothing else (METHOD section 3). A context column's index is its position.
+    branch; nothing else (docs/method.md). A context column's index is its position.
     """
 
     def rule(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The window loss (METHOD section 4): 0.1 CE + 0.9 total variation against the target, over chunks of rows.
+"""The window loss (docs/method.md): 0.1 CE + 0.9 total variation against the target, over chunks of rows.
 
 M windows of d slots, C hidden size, V vocabulary. Logits exist for one chunk at a time and are recomputed in backward.
 """

@@ -1,7 +1,7 @@
 """Which windows a text teaches, and the batches made of them. Shape legend: drafter/tree.py; b branches of a tree.
 
 A start p and an anchor count k make one window: anchors p..p+k-1, slots predicting p+k+1..p+k+d, the bonus token p+k as
-y_0 (METHOD section 4). A tree at p holds one window for every k of its layout.
+y_0 (docs/method.md). A tree at p holds one window for every k of its layout.
 """
 
 import hashlib

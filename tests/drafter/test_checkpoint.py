@@ -153,5 +153,5 @@ def test_rank_zero_checkpoint_has_no_head_fields(target, tmp_path):
 def test_dtype_and_device(tmp_path):
     drafter = load_drafter(FIXTURES / "dspark_tiny_vanilla", dtype="bfloat16", device="cpu")
     assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
-    with pytest.raises(ValueError, match="not a torch dtype"):
+    with pytest.raises(ValueError, match="not a floating-point torch dtype"):
         load_drafter(FIXTURES / "dspark_tiny_vanilla", dtype="bf17")
