@@ -74,7 +74,8 @@ def markdown(summary: dict) -> str:
         f"τ: tokens committed per target verification, bonus included, pooled over requests [95% bootstrap interval]. "
         f"Speedup: tokens a second over autoregressive without prefill (whole request in brackets). "
         f"{settings['requests'] or 'All'} requests a benchmark, at most {settings['max_new_tokens']} new tokens, "
-        f"temperature {settings['temperature']:g}, batch {settings['batch_size']}, thinking {'on' if summary['prompts']['thinking'] else 'off'}.",
+        f"temperature {settings['temperature']:g}, batch {settings['batch_size']}, "
+        f"thinking {'on' if summary['prompts']['thinking'] else 'off'}.",
         "",
         "| " + " | ".join(header) + " |",
         "| --- |" + " ---: |" * (len(header) - 1),
