@@ -116,7 +116,7 @@ def training_arguments(settings: StageSection, folder: Path, texts: int, name: s
 
 def join_wandb_run(folder: Path, settings: StageSection) -> None:
     """One wandb run across resumes: its id lives in the stage's folder. WANDB_MODE=offline or disabled works as usual."""
-    if settings.report_to != "wandb":
+    if settings.report_to != "wandb" or os.environ.get("RANK", "0") != "0":
         return
     file = folder / "wandb_run_id"
     if not file.is_file():

@@ -91,7 +91,8 @@ class MDFlashTrainer(Trainer):
             state = self.accelerator.get_state_dict(self.model_wrapped) or {}
         state = {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
         target = self._module._target[0]
-        return state | {"embed_tokens.weight": target.embed_tokens.weight, "lm_head.weight": target.lm_head.weight}
+        lent = {"embed_tokens.weight": target.embed_tokens.weight, "lm_head.weight": target.lm_head.weight}
+        return state | {name: weight.detach() for name, weight in lent.items()}  # never the target's own Parameters
 
     def save_final(self, folder: Path, dtype: torch.dtype) -> None:
         """Write the finished drafter in `dtype` (call on all ranks)."""

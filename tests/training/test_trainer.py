@@ -81,10 +81,18 @@ def losses(record: dict) -> list[tuple[float, float]]:
 
 @pytest.mark.slow
 def test_global_batch_is_normalised_exactly(project, tmp_path):
-    """8x1, 2x4 and two ranks over gloo: the same loss and gradient norm; the last global batch is padded, not dropped."""
+    """8x1, 2x4 and two ranks over gloo (ZeRO-3, decoding held-out prompts midway): the same loss and gradient norm. The last
+    global batch is padded, not dropped."""
+    zero3 = {"deepspeed": str(ROOT / "recipes" / "deepspeed" / "zero3.json"), "eval_steps": 2}
     runs = [
-        train(fresh(project, tmp_path / name), ranks=ranks, micro_batch_size=micro, max_steps=5, loss_rows=rows)
-        for name, ranks, micro, rows in (("whole", 1, 8, 4096), ("accumulated", 1, 2, 12), ("ranks", 2, 2, 4096))
+        train(
+            fresh(project, tmp_path / name), ranks=ranks, micro_batch_size=micro, max_steps=5, loss_rows=rows, **engine
+        )
+        for name, ranks, micro, rows, engine in (
+            ("whole", 1, 8, 4096, {}),
+            ("accumulated", 1, 2, 12, {}),
+            ("ranks", 2, 2, 4096, zero3),
+        )
     ]
     reference = losses(runs[0])
     assert len(reference) == 5  # 26 texts: batches of 8, 8, 8, 2, then the next epoch
