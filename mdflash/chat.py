@@ -7,6 +7,7 @@ for token what evaluation feeds), then the answer's own tokens, then the end-of-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
@@ -34,7 +35,6 @@ class Chat:
         if not tokenizer.chat_template:
             raise ValueError(f"tokenizer of {tokenizer.name_or_path} has no chat template: use an instruct target")
         self.tokenizer, self.thinking, self.stop_ids = tokenizer, thinking, tuple(stop_ids)
-        self.end_of_turn = self._end_of_turn()
 
     @property
     def template_hash(self) -> str:
@@ -83,7 +83,8 @@ class Chat:
         )
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _end_of_turn(self) -> int:
+    @cached_property
+    def end_of_turn(self) -> int:
         """The stop id that the template itself puts after an answer."""
         rendered = self._render(
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], add_generation_prompt=False

@@ -69,6 +69,7 @@ class DataSection:
     def __post_init__(self):
         require(self.max_new_tokens > 0, "data.max_new_tokens", self.max_new_tokens, "use a positive integer")
         require(self.batch_size > 0, "data.batch_size", self.batch_size, "use a positive integer")
+        require(self.held_out > 0, "data.held_out", self.held_out, "keep at least one conversation out of training")
         require(bool(self.temperatures), "data.temperatures", self.temperatures, "name at least one temperature")
 
 
@@ -153,6 +154,8 @@ class StageSection:
         require(self.learning_rate >= 0, "learning_rate", self.learning_rate, "use a non-negative number")
         for name in ("global_batch_size", "micro_batch_size", "starts_per_text", "max_length", "loss_rows"):
             require(getattr(self, name) > 0, name, getattr(self, name), "use a positive integer")
+        require(self.max_steps >= 0, "max_steps", self.max_steps, "use 0 to go by epochs, or a positive integer")
+        require(self.epochs > 0, "epochs", self.epochs, "use a positive number")
         require(0 <= self.warmup_ratio < 1, "warmup_ratio", self.warmup_ratio, "use a share of the steps in [0, 1)")
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from itertools import takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a checkout, installed or not
@@ -29,7 +30,7 @@ def main(args: list[str] | None = None) -> None:
     recipe, _ = read_recipe(args, __doc__.splitlines()[0], extra=launcher_arguments)
     try:
         run(recipe)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -63,7 +64,7 @@ def run(recipe: Recipe) -> None:
         layout,
         STAGE_WEIGHTS[stage],
         settings.loss_rows,
-        settings.bf16 and device.type == "cuda",
+        target.dtype == torch.bfloat16 or (settings.bf16 and device.type == "cuda"),
     )
     join_wandb_run(folder, settings)
     arguments = training_arguments(settings, folder, len(train), f"{recipe.name}-{stage}")
@@ -150,7 +151,8 @@ def datasets(
         samples, empty = texts_of(chat, part, settings.max_length)
         print(f"{len(samples)} texts, {sum(s.supervised for s in samples)} supervised tokens, {empty} without any")
         parts.append(WindowDataset(samples, layout, settings.starts_per_text, settings.seed))
-    prompts = [chat.prompt([m for m in row["messages"][:1] if m["role"] != "assistant"]) for row in conversations[1]]
+    turns = (takewhile(lambda message: message["role"] != "assistant", row["messages"]) for row in conversations[1])
+    prompts = [chat.prompt(list(messages)) for messages in turns]
     return parts[0], parts[1], prompts[: settings.eval_requests]
 
 

@@ -108,5 +108,7 @@ def test_empty_rows_are_counted(chat):
 
 
 def test_template_that_never_writes_a_stop_id_is_refused(chat):
+    other = Chat(chat.tokenizer, stop_ids=[0])
+    assert other.prompt([{"role": "user", "content": "a"}])  # decoding needs no end of turn, training texts do
     with pytest.raises(ValueError, match="eos_token_id"):
-        Chat(chat.tokenizer, stop_ids=[0])
+        other.samples([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "x")

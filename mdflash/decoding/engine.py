@@ -110,6 +110,8 @@ def decode(
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name}={value}: use a positive integer")
+    if isinstance(stop_strings, str) or "" in stop_strings:
+        raise ValueError(f"stop_strings={stop_strings!r}: pass a list of non-empty strings")
     if stop_strings and target.tokenizer is None:
         raise ValueError(f"stop_strings={list(stop_strings)} need a tokenizer: load the target with load_target")
     if isinstance(prompts, str):

@@ -1,22 +1,29 @@
 """The link to the drafting device: a worker thread, so that precompute and verify really overlap."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import nullcontext
+from queue import SimpleQueue
+from threading import Thread
 
 import torch
 
 
 class Link:
-    """Runs the backbone on its own thread (and its own device). A failed or stuck drafter ends in a clear error."""
+    """Runs the backbone on its own thread (and its own device). A failed or stuck drafter ends in a clear error; the thread
+    is a daemon, so that a stuck one does not keep the process alive."""
 
     def __init__(self, device: torch.device, timeout_s: float):
         self.device, self.timeout_s = device, timeout_s
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter")
+        self._work: SimpleQueue = SimpleQueue()
+        Thread(target=self._serve, name="drafter", daemon=True).start()
 
     def submit(self, work: Callable, *args) -> Future:
         """Start `work(*args)` on the drafting device and return at once."""
-        return self._worker.submit(self._on_device, work, args)
+        future = Future()
+        self._work.put((future, work, args))
+        return future
 
     def wait(self, future: Future):
         """The barrier: the work's result, or RuntimeError when the drafter failed or took longer than timeout_s."""
@@ -31,11 +38,14 @@ class Link:
             raise RuntimeError(f"the drafter on {self.device} failed: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Let the worker go; a stuck one is abandoned."""
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        """Let the worker go once it is done; a stuck one is abandoned."""
+        self._work.put(None)
 
-    def _on_device(self, work: Callable, args: tuple):
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
-                return work(*args)
-        return work(*args)
+    def _serve(self) -> None:
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            while (item := self._work.get()) is not None:
+                future, work, args = item
+                try:
+                    future.set_result(work(*args))
+                except BaseException as error:  # it reaches the caller through `wait`
+                    future.set_exception(error)

@@ -43,8 +43,8 @@ class MDFlashConfig(Qwen3Config):
         """Plain data for config.json: fields of absent parts are absent too."""
         data = super().to_dict()
         absent = ["mdflash_config"] if self.mdflash_config is None else []
-        if not self.markov_rank:
-            absent += ["markov_head_type", "confidence_head_with_markov"]
+        absent += [] if self.markov_rank else ["markov_head_type"]
+        absent += [] if self.enable_confidence_head else ["confidence_head_with_markov"]
         return {key: value for key, value in data.items() if key not in absent}
 
     def validate_contract(self) -> "MDFlashConfig":

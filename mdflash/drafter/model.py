@@ -141,13 +141,12 @@ class MDFlashModel(PreTrainedModel):
             parameter.requires_grad_(not name.startswith(frozen))
         return self
 
-    def save_pretrained(self, folder, **kwargs) -> None:
+    def save_pretrained(self, folder) -> None:
         """Write config.json and safetensors under the DSpark contract: the architecture's published name is kept, and an
         untouched checkpoint comes out tensor-identical."""
-        name = self.config.architectures or ["Qwen3DSparkModel"]
-        super().save_pretrained(folder, **kwargs)  # sets config.architectures to this class
-        self.config.architectures = name
-        self.config.save_pretrained(folder)
+        from .checkpoint import save_drafter
+
+        save_drafter(folder, self.config, self.state_dict())
 
     @classmethod
     def from_pretrained(cls, path_or_id, *args, **kwargs) -> "MDFlashModel":

@@ -28,7 +28,7 @@ class Sampling:
         logits = logits.float()
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        logits = logits / self.temperature
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # no overflow at tiny temperatures
         if 0 < self.top_k < logits.shape[-1]:
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < kth, float("-inf"))

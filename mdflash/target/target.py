@@ -42,6 +42,11 @@ class Target:
         kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise ValueError(f"{type(model).__name__} uses {sorted(kinds)}: only full attention targets are supported")
+        window = getattr(model.config, "sliding_window", None)
+        if window and not hasattr(model.config, "layer_types") and window < model.config.max_position_embeddings:
+            raise ValueError(
+                f"{type(model).__name__} attends over sliding_window={window}: only full attention is supported"
+            )
         parameters = inspect.signature(self.decoder.forward).parameters
         self._cache_argument = "past_key_values" if "past_key_values" in parameters else "cache"
         self._check_teacher()

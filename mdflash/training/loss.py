@@ -70,6 +70,15 @@ def slot_losses(drafter: MDFlashModel, lm_head: nn.Module, windows: Windows, wei
     return loss
 
 
+def most_over_ranks(count: int, device: torch.device) -> int:
+    """The largest count of any rank: each chunk calls the heads, whose ZeRO-3 gathers every rank must join."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return count
+    most = torch.tensor(count, device=device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most)
+
+
 def loss_sum(drafter: MDFlashModel, lm_head: nn.Module, windows: Windows, weights: LossWeights, rows: int) -> Tensor:
     """The numerator Σ m_i w_i loss_i over all windows (fp32 scalar); the denominator is Σ m_i w_i over the global batch.
 
@@ -84,7 +93,9 @@ def loss_sum(drafter: MDFlashModel, lm_head: nn.Module, windows: Windows, weight
 
     total = windows.hidden.sum() * 0.0  # keeps the graph (and every rank's collectives) when there is no window
     chunks = list(zip(*(field.split(step) for field in fields), strict=True))
-    recompute = torch.is_grad_enabled() and len(chunks) > 1
+    count = most_over_ranks(len(chunks), windows.hidden.device)
+    chunks += [tuple(field[:0] for field in fields)] * (count - len(chunks))
+    recompute = torch.is_grad_enabled() and count > 1
     for chunk in chunks:
         total = total + (checkpoint(chunk_sum, *chunk, use_reentrant=False) if recompute else chunk_sum(*chunk))
     return total

@@ -1,5 +1,6 @@
 """A stage's folder: who owns it, where it resumes, what it records when finished."""
 
+import hashlib
 import json
 import math
 import os
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import torch
 from transformers import TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..recipe import Recipe, StageSection, require
 
@@ -17,7 +17,7 @@ SETTINGS, FINISHED = "stage.json", "training.json"
 
 # What may change between a run and its resumption: none of it touches the samples, the windows or the arithmetic.
 FREE = {
-    "deepspeed", "eval_requests", "eval_steps", "logging_steps", "loss_rows", "micro_batch_size", "report_to", "save_steps",
+    "eval_requests", "eval_steps", "logging_steps", "loss_rows", "micro_batch_size", "report_to", "save_steps",
     "save_total_limit",
 }  # fmt: skip
 
@@ -59,12 +59,37 @@ def binding_settings(recipe: Recipe) -> dict:
     settings |= {f"target.{key}": value for key, value in asdict(recipe.target).items() if key != "attn_implementation"}
     settings |= {f"data.{key}": value for key, value in asdict(recipe.data).items() if key != "batch_size"}
     drafter = {"base": recipe.base_drafter} if recipe.stage == "mdflash" else asdict(recipe.drafter)
-    return settings | {f"drafter.{key}": value for key, value in drafter.items()}
+    settings |= {f"drafter.{key}": value for key, value in drafter.items()}
+    inputs = {"answers": recipe.answers_file}
+    if recipe.stage == "mdflash":
+        inputs["base drafter"] = Path(recipe.base_drafter) / "model.safetensors"
+    return settings | {f"{name} sha256": file_hash(file) for name, file in inputs.items() if file.is_file()}
+
+
+def file_hash(file: Path) -> str:
+    """sha256 of a file's bytes."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def resume_point(folder: Path) -> str | None:
-    """The newest checkpoint of an interrupted run."""
-    return get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    """The newest whole checkpoint of an interrupted run; a torn one is named and passed over."""
+    numbered = [(int(path.name.split("-")[1]), path) for path in folder.glob("checkpoint-*") if path.is_dir()]
+    for _, path in sorted(numbered, reverse=True):
+        if is_whole(path):
+            return str(path)
+        print(f"{path} is torn (killed while it was written): passed over")
+    return None
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Weights, optimizer state (DeepSpeed's or torch's) and a readable trainer_state.json, which is written last."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text())
+    except (OSError, ValueError):
+        return False
+    optimizer = (checkpoint / "optimizer.pt").is_file() or (checkpoint / "latest").is_file()
+    return optimizer and (checkpoint / "model.safetensors").is_file()
 
 
 def world_size() -> int:

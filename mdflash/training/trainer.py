@@ -1,5 +1,6 @@
 """The Hugging Face Trainer with this project's normalisation, sampler, held-out measures and checkpoints."""
 
+import math
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -72,6 +73,10 @@ class MDFlashTrainer(Trainer):
             inputs = self._prepare_inputs(batch)
             sums += torch.stack([model(**inputs), inputs["weight"].sum()])
         loss, weight = self.accelerator.reduce(sums, "sum").tolist()
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"held-out loss is {loss} at step {self.state.global_step}: lower the learning rate; nothing was saved"
+            )
         metrics = {f"{metric_key_prefix}_loss": loss / max(weight, 1e-9)}
         if self.acceptance:
             state = self.export_state()

@@ -65,6 +65,12 @@ def test_filters(top_k, top_p, kept):
     assert p.sum() == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 1e-3])
+def test_a_tiny_temperature_is_nearly_greedy(temperature):
+    p = Sampling(temperature).distribution(torch.tensor([[1.0, 3.0, 2.0]]))
+    assert p.tolist() == [[0.0, 1.0, 0.0]]
+
+
 def sharp_pair(rank: int = 8):
     target = make_target(vocab=8, hidden=16, layers=3, sharpness=1.5)
     return target, make_drafter(target, d=2, taps=(0, 1), rank=rank)

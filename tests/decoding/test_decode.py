@@ -112,6 +112,8 @@ def test_stop_strings_and_chat_prompts():
         ({"prompts": ["text"]}, "tokenizer"),
         ({"prompts": "text"}, "list of prompts"),
         ({"stop_strings": ["x"]}, "tokenizer"),
+        ({"stop_strings": "x"}, "list of non-empty strings"),
+        ({"stop_strings": [""]}, "list of non-empty strings"),
         ({"drafter": None}, "needs a drafter"),
         ({"devices": "cpu,cpu,cpu"}, "devices"),
     ],

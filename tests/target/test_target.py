@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import make_drafter, make_target
+from transformers import MistralConfig, MistralForCausalLM
 
 from mdflash import Target
 from mdflash.target import share_weights
@@ -65,3 +66,14 @@ def test_weights_are_shared_only_when_equal(target):
 def test_pair_check_names_the_difference(target):
     with pytest.raises(ValueError, match="vocab_size 50 against 97"):
         check_pair(target, make_drafter(make_target(vocab=50)))
+
+
+def test_sliding_window_targets_are_refused():
+    config = MistralConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, sliding_window=8,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="sliding_window=8"):
+        Target(MistralForCausalLM(config))
+    config.sliding_window = None
+    Target(MistralForCausalLM(config))
