@@ -24,8 +24,8 @@ def bootstrap_config(target: Target, section: DrafterSection, stage: str) -> MDF
         num_key_value_heads=section.num_key_value_heads or source.num_key_value_heads,
         head_dim=getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads,
         rms_norm_eps=source.rms_norm_eps,
-        initializer_range=(2 / (5 * source.hidden_size))
-        ** 0.5,  # small init (Nguyen and Salazar 2019, arXiv 1910.05895)
+        # small init (Nguyen and Salazar 2019, arXiv 1910.05895)
+        initializer_range=(2 / (5 * source.hidden_size)) ** 0.5,
         max_position_embeddings=source.max_position_embeddings,
         rope_parameters=source.rope_parameters,
         num_target_layers=target.num_layers,

@@ -38,7 +38,7 @@ class DrafterForTraining(nn.Module):
 
     def forward(self, ids: Tensor, start: Tensor, weight: Tensor) -> Tensor:
         """ids [B, T], start [B, N], weight m·w [B, N, b, d] -> Σ m_i w_i loss_i, fp32 scalar."""
-        target, _layout = self._target[0], self.layout
+        target = self._target[0]
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.bf16):
             # 1. features of every position and the teacher's final-norm states, from one frozen pass
             seen = target.forward(ids, self.drafter.config.target_layer_ids)
