@@ -2,7 +2,7 @@
 
 Slot i (1..d) has base logits l_i and hidden state h_i; the head turns them into z_i = l_i + bias(y_{i-1}, h_i), where
 y_0 is the bonus token (DSpark paper; docs/checkpoint.md). All heads share one interface: `start` gives the carried state,
-`step` one slot's bias. Teacher-forced training and drafting both walk the slots with it.
+`step` one slot's code, `bias` = W2·code. Teacher-forced training and drafting both walk the slots with them.
 """
 
 import torch
@@ -19,16 +19,25 @@ class MarkovHead(nn.Module):
         return None
 
     def step(self, previous: Tensor, hidden: Tensor | None, state: Tensor | None):
-        """One slot: previous tokens [...], hidden [..., C] -> (bias [..., V] or 0.0, next state)."""
-        return 0.0, state
+        """One slot: previous tokens [...], hidden [..., C] -> (code [..., rank], whose bias is W2·code, or None; next
+        state)."""
+        return None, state
 
-    def biases(self, previous: Tensor, hidden: Tensor | None) -> Tensor | float:
-        """Teacher-forced biases of all d slots. previous: y_0..y_{d-1} [..., d]; hidden [..., d, C] -> [..., d, V]."""
+    def bias(self, code: Tensor | None) -> Tensor | float:
+        """The bias [..., V] of a code [..., rank]; 0 without a head."""
+        return 0.0 if code is None else self.markov_w2(code)
+
+    def codes(self, previous: Tensor, hidden: Tensor | None) -> Tensor | None:
+        """Teacher-forced codes of all d slots. previous: y_0..y_{d-1} [..., d]; hidden [..., d, C] -> [..., d, rank]."""
         state, steps = self.start(previous.shape[:-1], previous), []
         for i in range(previous.shape[-1]):
-            bias, state = self.step(previous[..., i], None if hidden is None else hidden[..., i, :], state)
-            steps.append(bias)
-        return torch.stack(steps, dim=-2) if isinstance(steps[0], Tensor) else 0.0
+            code, state = self.step(previous[..., i], None if hidden is None else hidden[..., i, :], state)
+            steps.append(code)
+        return None if steps[0] is None else torch.stack(steps, dim=-2)
+
+    def biases(self, previous: Tensor, hidden: Tensor | None) -> Tensor | float:
+        """Teacher-forced biases [..., d, V] of all d slots; arguments as for `codes`."""
+        return self.bias(self.codes(previous, hidden))
 
     def draft(
         self, base_logits: Tensor, first_token: Tensor, hidden: Tensor | None, noise: Tensor, sampling: Sampling
@@ -39,8 +48,8 @@ class MarkovHead(nn.Module):
         """
         previous, state, tokens, qs = first_token, self.start(first_token.shape, first_token), [], []
         for i in range(base_logits.shape[1]):
-            bias, state = self.step(previous, None if hidden is None else hidden[:, i], state)
-            q = sampling.distribution(base_logits[:, i].float() + bias)
+            code, state = self.step(previous, None if hidden is None else hidden[:, i], state)
+            q = sampling.distribution(base_logits[:, i].float() + self.bias(code))
             previous = draw(q, noise[:, i])
             tokens.append(previous)
             qs.append(q)
@@ -75,9 +84,9 @@ class VanillaHead(MarkovHead):
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
 
     def step(self, previous, hidden, state):
-        return self.markov_w2(self.markov_w1(previous)), state
+        return self.markov_w1(previous), state
 
-    def biases(self, previous, hidden):
+    def codes(self, previous, hidden):
         return self.step(previous, hidden, None)[0]  # nothing is carried, so all slots go at once
 
 
@@ -91,7 +100,7 @@ class GatedHead(VanillaHead):
     def step(self, previous, hidden, state):
         e = self.markov_w1(previous)
         gate = torch.sigmoid(self.gate_proj(torch.cat([hidden.to(e.dtype), e], dim=-1)))
-        return self.markov_w2(gate * e), state
+        return gate * e, state
 
 
 class RNNHead(VanillaHead):
@@ -101,7 +110,7 @@ class RNNHead(VanillaHead):
         super().__init__(vocab_size, rank, hidden_size)
         self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
-    biases = MarkovHead.biases  # slot by slot: the state is carried
+    codes = MarkovHead.codes  # slot by slot: the state is carried
 
     def start(self, batch, like):
         return self.markov_w1.weight.new_zeros((*batch, self.markov_w1.embedding_dim))
@@ -111,7 +120,7 @@ class RNNHead(VanillaHead):
         joint = self.joint_proj(torch.cat([state.to(e.dtype), e, hidden.to(e.dtype)], dim=-1))
         gate, candidate, out = joint.chunk(3, dim=-1)
         gate = torch.sigmoid(gate)
-        return self.markov_w2(torch.tanh(out)), gate * state + (1 - gate) * torch.tanh(candidate)
+        return torch.tanh(out), gate * state + (1 - gate) * torch.tanh(candidate)
 
 
 HEADS = {"vanilla": VanillaHead, "gated": GatedHead, "rnn": RNNHead}

@@ -9,7 +9,8 @@ from conftest import make_drafter, make_target
 from mdflash.chat import Sample
 from mdflash.drafter import Layout
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, WindowDataset
-from mdflash.training.loss import Windows, divergences, fused_divergences, loss_sum, slot_losses
+from mdflash.training.fused import FusedWindowLoss, slot_terms, terms_for
+from mdflash.training.loss import Windows, loss_sum, sharded_loss_sum, slot_losses
 
 
 def lend(drafter, target):
@@ -52,8 +53,8 @@ def test_loss_equals_its_formula_in_float64(target, head):
     losses = slot_losses(drafter, target64, windows, STAGE_WEIGHTS["dspark"])
     state = drafter.head.start(torch.Size([5]), windows.previous)
     for i in range(3):
-        bias, state = drafter.head.step(windows.previous[:, i], windows.hidden[:, i], state)
-        q = (drafter.lm_head(windows.hidden[:, i]) + bias).softmax(-1)
+        code, state = drafter.head.step(windows.previous[:, i], windows.hidden[:, i], state)
+        q = (drafter.lm_head(windows.hidden[:, i]) + drafter.head.bias(code)).softmax(-1)
         p = target64(windows.teacher[:, i]).softmax(-1)
         l1 = (q - p).abs().sum(-1)
         cross_entropy = -q.gather(1, windows.labels[:, i : i + 1]).squeeze(1).log()
@@ -125,19 +126,77 @@ def test_teacher_reads_the_normed_state(target, drafter):
     assert loss_sum(drafter, target.lm_head, windows, STAGE_WEIGHTS["mdflash"], 10).item() > 0
 
 
-def test_fused_divergences_equal_the_plain_definition():
-    """Values and gradients, two shapes (one compiled function for all)."""
-    for windows in (5, 8):
-        torch.manual_seed(windows)
-        logits, teacher = torch.randn(2, windows, 3, 97, requires_grad=True)
-        labels, weight = torch.randint(0, 97, (windows, 3)), torch.rand(windows, 3)
-        figures = []
-        for measure in (divergences, fused_divergences):
-            cross_entropy, distance = measure(logits, teacher.detach(), labels)
-            (gradient,) = torch.autograd.grad((weight * (cross_entropy + distance)).sum(), logits)
-            figures.append((cross_entropy, distance, gradient))
-        for ours, theirs in zip(*figures, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+def windows_of(rows=5, d=3, hidden=32, vocabulary=97):
+    torch.manual_seed(rows)
+    return Windows(
+        hidden=torch.randn(rows, d, hidden).double().requires_grad_(), teacher=torch.randn(rows, d, hidden).double(),
+        previous=torch.randint(0, vocabulary, (rows, d)), labels=torch.randint(0, vocabulary, (rows, d)),
+        weight=torch.rand(rows, d).double(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", ["mdflash", "dspark"])
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("compute", [loss_sum, sharded_loss_sum])
+def test_fused_loss_and_gradients_equal_the_definition(target, stage, head, compute):
+    drafter = lend(make_drafter(target, head=head), target).double().freeze(heads=stage == "mdflash")
+    lm_head, windows, weights = copy.deepcopy(target.lm_head).double(), windows_of(), STAGE_WEIGHTS[stage]
+    trained = [windows.hidden, *(p for p in drafter.head.parameters() if p.requires_grad)]
+    plain = (windows.weight * slot_losses(drafter, lm_head, windows, weights)).sum()
+    ours = compute(drafter, lm_head, windows, weights, 4)
+    torch.testing.assert_close(ours.double(), plain.double(), atol=1e-5, rtol=1e-5)
+    expected, found = (torch.autograd.grad(3 * loss, trained) for loss in (plain, ours))
+    for theirs, mine in zip(expected, found, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_no_vocabulary_tensor_outlives_its_chunk(target):
+    """What the graph keeps for backward holds no [.., V] tensor, whatever the number of slots."""
+    drafter, kept = lend(make_drafter(target), target).double().freeze(heads=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda t: t):
+        loss_sum(drafter, copy.deepcopy(target.lm_head).double(), windows_of(8), STAGE_WEIGHTS["mdflash"], 4)
+    assert kept
+    assert all(97 not in shape for shape in kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [97, 4096, 49152, 151936])
+@pytest.mark.parametrize("teacher", [True, False])
+def test_the_kernel_equals_its_twin(vocabulary, teacher):
+    """Both terms and the gradient, fp32; then the whole function in bf16 against fp64."""
+    torch.manual_seed(0)
+    logits, other = 3 * torch.randn(2, 5, vocabulary, device="cuda")
+    labels, weight = torch.randint(0, vocabulary, (5,), device="cuda"), torch.rand(5, device="cuda")
+    other = other if teacher else None
+    found = []
+    for measure in (slot_terms, terms_for(logits.device)):
+        written = logits.clone()
+        found.append((*measure(written, other, labels, weight, (0.1, 0.9), True), written))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.gpu
+def test_bf16_loss_is_near_float64():
+    torch.manual_seed(0)
+    hidden, teacher, code = (torch.randn(70, c, device="cuda").double() for c in (64, 64, 16))
+    W, W2 = (torch.randn(5000, c, device="cuda").double() / c**0.5 for c in (64, 16))
+    labels, weight = torch.randint(0, 5000, (70,), device="cuda"), torch.rand(70, device="cuda").double()
+    figures = []
+    for dtype in (torch.float64, torch.bfloat16):
+        inputs = [x.to(torch.bfloat16).to(dtype).requires_grad_() for x in (hidden, code, W2)]
+        W_, teacher_ = W.to(torch.bfloat16).to(dtype), teacher.to(torch.bfloat16).to(dtype)
+        if dtype == torch.float64:
+            log_q = (inputs[0] @ W_.T + inputs[1] @ inputs[2].T).log_softmax(-1)
+            distance = (log_q.exp() - (teacher_ @ W_.T).softmax(-1)).abs().sum(-1)
+            loss = (weight * (0.9 * distance - 0.1 * log_q.gather(1, labels[:, None])[:, 0])).sum()
+        else:
+            loss, _ = FusedWindowLoss.apply(
+                inputs[0], inputs[1], W_, inputs[2], teacher_, labels, weight.float(), (0.1, 0.9), 32
+            )
+        figures.append([loss, *torch.autograd.grad(loss, inputs)])
+    for theirs, ours in zip(*figures, strict=True):
+        assert (ours.double() - theirs).norm() <= 0.02 * theirs.norm()
 
 
 @pytest.mark.gpu
