@@ -24,7 +24,7 @@ from transformers.utils import cached_file
 from mdflash.chat import Chat
 from mdflash.conversations import load_chat, read_conversations
 from mdflash.recipe import DataSection, Recipe, TargetSection, read_recipe
-from mdflash.target import Target, load_target
+from mdflash.target import Target, grouped_attention, load_target
 
 from .prompts import read_prompts
 
@@ -144,7 +144,8 @@ def generate(target: Target, chat: Chat, batch: Sequence[Job], temperature: floa
     )
     target.model.generation_config = settings  # transformers would fill every gap with the model's own defaults
     torch.manual_seed(batch_seed(batch, data.seed))  # `generate` samples from the global generator
-    out_BN = target.model.generate(ids_BN, attention_mask=mask_BN, generation_config=settings)
+    with grouped_attention(target.model):
+        out_BN = target.model.generate(ids_BN, attention_mask=mask_BN, generation_config=settings)
     return [to_answer(chat, tokens) for tokens in out_BN[:, width:].tolist()]
 
 

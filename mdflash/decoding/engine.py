@@ -3,8 +3,7 @@
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from ..chat import Chat
 from ..drafter import MDFlashModel
 from ..drafter.sampling import Sampling
-from ..target import Target
+from ..target import Target, grouped_attention
 from ..target.target import check_pair, share_weights
 from .autoregressive import Autoregressive
 from .dpara import DPara
@@ -124,7 +123,7 @@ def decode(
     )
     requests = [Request(i, prompt_ids(target, prompt, thinking)) for i, prompt in enumerate(prompts)]
     check_prompts(target, requests, max_new_tokens)
-    with sdpa(target):
+    with grouped_attention(target.model):
         for at in range(0, len(requests), batch_size):
             batch = requests[at : at + batch_size]
             schedule = build_schedule(method, target, drafter, sampling, batch, max_new_tokens, seed, drafter_timeout_s)
@@ -133,19 +132,6 @@ def decode(
             finally:
                 schedule.close()
     return [request.result() for request in requests]
-
-
-@contextmanager
-def sdpa(target: Target) -> Iterator[None]:
-    """Decode with SDPA, which takes the slot cache's boolean masks, whatever attention the target was loaded with."""
-    loaded_with = target.config._attn_implementation
-    if loaded_with != "sdpa":
-        target.model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        if loaded_with != "sdpa":
-            target.model.set_attn_implementation(loaded_with)
 
 
 def run_batch(schedule: Schedule, requests: list[Request], stopping: Stopping, on_round: OnRound | None = None) -> None:

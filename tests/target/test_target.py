@@ -6,7 +6,7 @@ from conftest import make_drafter, make_target
 from transformers import MistralConfig, MistralForCausalLM
 
 from mdflash import Target
-from mdflash.target import share_weights
+from mdflash.target import grouped_attention, share_weights
 from mdflash.target.target import check_pair
 
 
@@ -77,3 +77,23 @@ def test_sliding_window_targets_are_refused():
         Target(MistralForCausalLM(config))
     config.sliding_window = None
     Target(MistralForCausalLM(config))
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_grouped_attention_equals_sdpa(queries):
+    """Left-padded rows, query heads in groups of two, few queries over a cache."""
+    target = make_target()
+    assert target.config.num_attention_heads == 2 * target.config.num_key_value_heads
+    ids = torch.randint(0, 97, (3, 9 + queries))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+
+    def last_logits():
+        with torch.no_grad():
+            cache = target.model(input_ids=ids[:, :9], attention_mask=mask[:, :9], use_cache=True).past_key_values
+            return target.model(input_ids=ids[:, 9:], attention_mask=mask, past_key_values=cache).logits
+
+    plain = last_logits()
+    with grouped_attention(target.model):
+        torch.testing.assert_close(last_logits(), plain, atol=1e-5, rtol=1e-5)
+    assert target.config._attn_implementation == "sdpa"
