@@ -1,5 +1,6 @@
 """One YAML per target describes the whole pipeline; every command reads its own section. `--key value` overrides."""
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -118,6 +119,7 @@ class StageSection:
         max_length: texts are cut at this many tokens.
         bf16: compute in bf16 under fp32 masters; false computes in fp32.
         attention: auto (FlexAttention on GPUs), flex or dense.
+        compile: compile the layers of target and drafter (once for all lengths); null does on GPUs, except under ZeRO-3.
         loss_rows: label rows whose logits exist at once.
         deepspeed: DeepSpeed JSON; null runs plain HF Trainer.
         eval_steps: steps between held-out evaluations; 0 evaluates at the end only.
@@ -139,6 +141,7 @@ class StageSection:
     max_length: int = 4096
     bf16: bool = True
     attention: Literal["auto", "flex", "dense"] = "auto"
+    compile: bool | None = None
     loss_rows: int = 4096
     deepspeed: str | None = "recipes/deepspeed/zero1.json"
     eval_steps: int = 0
@@ -157,6 +160,13 @@ class StageSection:
         require(self.max_steps >= 0, "max_steps", self.max_steps, "use 0 to go by epochs, or a positive integer")
         require(self.epochs > 0, "epochs", self.epochs, "use a positive number")
         require(0 <= self.warmup_ratio < 1, "warmup_ratio", self.warmup_ratio, "use a share of the steps in [0, 1)")
+
+    @property
+    def zero_stage(self) -> int:
+        """The DeepSpeed JSON's ZeRO stage; 0 without one."""
+        if not self.deepspeed:
+            return 0
+        return json.loads(Path(self.deepspeed).read_text()).get("zero_optimization", {}).get("stage", 0)
 
 
 @dataclass

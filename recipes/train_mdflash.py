@@ -19,7 +19,7 @@ from mdflash import MDFlashModel, Target, decode, load_drafter, load_target
 from mdflash.chat import Chat, texts_of
 from mdflash.conversations import read_conversations, split_held_out
 from mdflash.drafter import Layout
-from mdflash.recipe import Recipe, read_recipe, resolved
+from mdflash.recipe import Recipe, StageSection, read_recipe, resolved
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, MDFlashTrainer, WindowDataset, bootstrap
 from mdflash.training.frozen import check_unchanged, frozen_part, hashes
 from mdflash.training.run import FINISHED, claim, join_wandb_run, record_settings, resume_point, training_arguments
@@ -66,6 +66,9 @@ def run(recipe: Recipe) -> None:
         settings.loss_rows,
         target.dtype == torch.bfloat16 or (settings.bf16 and device.type == "cuda"),
     )
+    if compiles(settings, device):
+        target.compile_layers()
+        drafter.compile_layers()
     join_wandb_run(folder, settings)
     arguments = training_arguments(settings, folder, len(train), f"{recipe.name}-{stage}")
     trainer = MDFlashTrainer(module, arguments, train, held_out, held_out_acceptance(recipe, target, prompts))
@@ -101,6 +104,13 @@ def training_device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def compiles(settings: StageSection, device: torch.device) -> bool:
+    """Whether to compile the layers. ZeRO-3 gathers weights by hooks inside them, which a graph would not see."""
+    if settings.compile is not None:
+        return settings.compile
+    return device.type == "cuda" and settings.zero_stage < 3
 
 
 def load_frozen_target(recipe: Recipe, device: torch.device) -> Target:

@@ -134,6 +134,13 @@ class MDFlashModel(PreTrainedModel):
         self.rotary_emb.to(device)
         return self
 
+    def compile_layers(self) -> "MDFlashModel":
+        """Compile the layers for training: one graph that all layers share, for every length. Returns self."""
+        for layer in self.layers:
+            layer.self_attn.keys_values = torch.compile(layer.self_attn.keys_values, dynamic=True)
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        return self
+
     def freeze(self, heads: bool) -> "MDFlashModel":
         """Stop gradients of embeddings and LM head, and of both heads when `heads`. Returns self."""
         frozen = SHARED_WITH_TARGET + (HEAD_PREFIXES if heads else ())

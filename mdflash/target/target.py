@@ -49,6 +49,7 @@ class Target:
             )
         parameters = inspect.signature(self.decoder.forward).parameters
         self._cache_argument = "past_key_values" if "past_key_values" in parameters else "cache"
+        self._compiled: list | None = None
         self._check_teacher()
 
     @property
@@ -77,6 +78,12 @@ class Target:
                 return tuple(ids) if isinstance(ids, list | tuple) else (ids,)
         return ()
 
+    def compile_layers(self) -> "Target":
+        """Compile the layers' passes over whole texts (never over a cache): one graph that all layers share, for every
+        length. Returns self."""
+        self._compiled = [torch.compile(layer.forward, dynamic=True) for layer in self.decoder.layers]
+        return self
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Teacher logits [..., V] of final-norm states [..., C]."""
         return self.lm_head(hidden)
@@ -98,7 +105,7 @@ class Target:
         extra = {}
         if cache is not None:
             extra = {"position_ids": positions_BQ, self._cache_argument: cache, "attention_mask": mask}
-        with self._recording(taps) as recorded:
+        with self._recording(taps) as recorded, self._fast_layers(cache is None):
             out = self.decoder(input_ids=ids_BQ, use_cache=cache is not None, **extra)
         features = torch.cat([recorded[tap] for tap in taps], dim=-1) if taps else None
         return TargetOutput(out.last_hidden_state, features)
@@ -132,6 +139,18 @@ class Target:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @contextmanager
+    def _fast_layers(self, whole_texts: bool):
+        """Inside, the layers run their compiled forward where there is one (hooks stay outside the graph)."""
+        swapped = list(zip(self.decoder.layers, self._compiled, strict=True)) if self._compiled and whole_texts else []
+        try:
+            for layer, compiled in swapped:
+                layer.forward = compiled
+            yield
+        finally:
+            for layer, _ in swapped:
+                del layer.forward
 
     def _check_teacher(self) -> None:
         """logits must be lm_head(final-norm state): a scaled or capped head would make another teacher."""

@@ -134,7 +134,9 @@ def training_arguments(settings: StageSection, folder: Path, texts: int, name: s
         ddp_find_unused_parameters=False,
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
-        dataloader_num_workers=2 if torch.cuda.is_available() else 0,
+        dataloader_num_workers=4 if torch.cuda.is_available() else 0,
+        dataloader_persistent_workers=torch.cuda.is_available(),
+        logging_nan_inf_filter=False,  # compute_loss stops at those; the filter waits for the device at every step
         disable_tqdm=False,
     )
 
