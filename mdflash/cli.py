@@ -1,4 +1,4 @@
-"""The console script `mdflash`: generate, train, export, push, show-sample. Heavy imports wait for the command."""
+"""The console script `mdflash`: generate, plan, train, export, push, show-sample. Heavy imports wait for the command."""
 
 import argparse
 import contextlib
@@ -243,6 +243,31 @@ def train(args: list[str]) -> int:
     return subprocess.run([program, str(TRAINER), *passed]).returncode
 
 
+def plan(args: list[str]) -> None:
+    """Print a training stage's parameters, FLOPs, GPU memory and hours, before anything starts."""
+    parser = Parser(prog="mdflash plan", description=plan.__doc__)
+    parser.add_argument("--gpus", type=int, help="GPUs of the run; the default is what is here, at least 1")
+    parser.add_argument("--tflops", type=float, help="bf16 matmul TFLOP/s of one GPU; the default is measured here")
+    parser.add_argument(
+        "--matmul_share", type=float, default=0.45, help="share of it that a step reaches (default 0.45)"
+    )
+    parser.add_argument("--target_config", help="the target's config.json; the default is the recipe's target")
+    parser.add_argument("--length", type=int, help="tokens of a mean text; the default is the stage's max_length")
+    parser.add_argument("--texts", type=int, help="training texts; the default is the answers' number, or data.limit")
+    own, recipe = parse(parser, args)
+    if recipe is None:
+        raise ValueError("no recipe: give --config RECIPE.yaml")
+
+    import torch
+    from rich.console import Console
+
+    from .training.plan import make_plan, show, target_config
+
+    gpus = max(1, torch.cuda.device_count()) if own.gpus is None else own.gpus
+    target = target_config(recipe, own.target_config)
+    show(make_plan(recipe, target, gpus, own.tflops, own.matmul_share, own.length, own.texts), Console(highlight=False))
+
+
 def export(args: list[str]) -> None:
     """Write a trained drafter as a folder to publish: weights, config.json, model card."""
     parser = Parser(prog="mdflash export", description=export.__doc__)
@@ -350,7 +375,14 @@ def counts(sample: "Sample") -> str:
     return f"{sample.id}: {len(sample.ids)} tokens, {sample.supervised} of them supervised ({spans})"
 
 
-COMMANDS = {"generate": generate, "train": train, "export": export, "push": push, "show-sample": show_sample}
+COMMANDS = {
+    "generate": generate,
+    "plan": plan,
+    "train": train,
+    "export": export,
+    "push": push,
+    "show-sample": show_sample,
+}
 
 if __name__ == "__main__":
     sys.exit(main())
