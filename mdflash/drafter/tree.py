@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+compiled_create_block_mask = torch.compile(create_block_mask, dynamic=True)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -157,7 +159,7 @@ def dense_mask(rows: Rows, context_length: int) -> Tensor:
 def flex_mask(rows: Rows, context_length: int) -> BlockMask:
     """The same rule as a FlexAttention block mask (GPU); never materialised densely when compiled."""
     B, R = rows.ids.shape
-    make = torch.compile(create_block_mask, dynamic=True) if rows.ids.is_cuda else create_block_mask
+    make = compiled_create_block_mask if rows.ids.is_cuda else create_block_mask
     return make(visibility(rows, context_length), B, None, R, context_length + R, device=rows.ids.device)
 
 

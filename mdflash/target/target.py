@@ -164,6 +164,15 @@ class Target:
             )
 
 
+def resolve_attention(name: str, device: torch.device | str | None, dtype: torch.dtype | str | None) -> str:
+    """ "auto" is flash-attn where it is importable, on GPUs below fp32, else SDPA."""
+    if name != "auto":
+        return name
+    on_gpu = device is not None and torch.device(device).type == "cuda"
+    flash = on_gpu and importlib.util.find_spec("flash_attn") is not None and as_dtype(dtype) != torch.float32
+    return "flash_attention_2" if flash else "sdpa"
+
+
 def load_target(
     path_or_id: str,
     dtype: torch.dtype | str | None = None,
@@ -177,15 +186,11 @@ def load_target(
     dtype: None keeps the stored one. attn_implementation: decoding needs "sdpa"; training also takes "auto"
     (flash-attn when it is importable on a GPU, else SDPA). kwargs go to `from_pretrained` (for example `gguf_file`).
     """
-    if attn_implementation == "auto":
-        on_gpu = device is not None and torch.device(device).type == "cuda"
-        flash = on_gpu and importlib.util.find_spec("flash_attn") is not None and as_dtype(dtype) != torch.float32
-        attn_implementation = "flash_attention_2" if flash else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(
         path_or_id,
         dtype=as_dtype(dtype) or "auto",
         revision=revision,
-        attn_implementation=attn_implementation,
+        attn_implementation=resolve_attention(attn_implementation, device, dtype),
         **kwargs,
     ).to(device or "cpu")
     tokenizer_kwargs = {"gguf_file": kwargs["gguf_file"]} if "gguf_file" in kwargs else {}

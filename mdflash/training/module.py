@@ -45,7 +45,8 @@ class DrafterForTraining(nn.Module):
             # 2. the trees' rows: true tokens as anchors, masks (or the known bonus, k = 0) in the slots
             rows = self._rows(ids, start)
             # 3. the backbone over [context ; rows]
-            hidden = rows.branches(self.drafter(seen.features.float(), rows))
+            features = seen.features if self.bf16 else seen.features.float()
+            hidden = rows.branches(self.drafter(features, rows))
             # 4. the windows that have a label
             windows = self._windows(ids, start, weight, hidden, seen.hidden)
             # 5. loss over chunks of their rows

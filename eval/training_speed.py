@@ -1,0 +1,332 @@
+"""Speed and memory of a training step at a target's true shape, on random weights (they say nothing of acceptance).
+
+    python -m eval.training_speed --config recipes/qwen3_8b.yaml --output FILE.json [--target_config config.json]
+    deepspeed --num_gpus 2 --module eval.training_speed (the same arguments) --engine_steps 4
+
+The first writes the step's figures: share of the measured bf16 matmul rate (FLOPs as docs/training.md counts them), peak
+memory, time by part, the loss against a plain reference, recompiles. The second runs the trainer itself under DeepSpeed and
+adds samples/s for its number of GPUs and its ZeRO stage; `scaling_2gpu` follows once one and two GPUs have run.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from mdflash import MDFlashModel, Target
+from mdflash.chat import Sample
+from mdflash.drafter import Layout, MDFlashConfig
+from mdflash.recipe import Recipe, read_recipe
+from mdflash.target.target import resolve_attention
+from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, MDFlashTrainer, WindowDataset
+from mdflash.training.flops import count, drafter_part
+from mdflash.training.fused import FusedWindowLoss
+from mdflash.training.plan import drafter_config, measured_tflops, target_config
+from mdflash.training.run import training_arguments
+
+from .run import portable, revision, versions
+
+REPEATS, RANDOM_LENGTHS, LOSS_ROWS = 20, 200, 1792
+
+
+def main(args: list[str] | None = None) -> None:
+    """Measure, and merge the figures into the output file."""
+    recipe, values = read_recipe(args, __doc__.splitlines()[0], extra=arguments)
+    if not torch.cuda.is_available():
+        sys.exit("error: no GPU here: this measures training speed, run it on one")
+    output, engine_steps = Path(values.output), values.engine_steps
+    config = target_config(recipe, values.target_config)
+    command = ["python", "-m", "eval.training_speed", *(sys.argv[1:] if args is None else args)]
+    if engine_steps:
+        found = engine_figures(recipe, config, engine_steps)
+    else:
+        found = step_figures(recipe, config) | {
+            "command": " ".join(portable(word) for word in command),
+            "revision": revision(),
+            "versions": versions(),
+            "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "recipe": recipe.name,
+        }
+    if os.environ.get("RANK", "0") == "0":
+        merge(output, found)
+
+
+def arguments(parser) -> None:
+    """What this command adds to a recipe's."""
+    parser.add_argument("--output", type=str, required=True, help="JSON file that the figures are merged into")
+    parser.add_argument(
+        "--target_config", type=str, default=None, help="the target's config.json, else it is looked up"
+    )
+    parser.add_argument("--engine_steps", type=int, default=0, help="run this many optimizer steps under DeepSpeed")
+    parser.add_argument("--local_rank", type=int, default=-1)
+
+
+def merge(output: Path, found: dict) -> None:
+    """Add the figures to what the file holds, and the scaling that follows from them."""
+    held = json.loads(output.read_text()) if output.is_file() else {}
+    for name, value in found.items():
+        held[name] = held.get(name, {}) | value if isinstance(value, dict) else value
+    engine = held.get("engine", {})
+    one = next((run for name, run in engine.items() if name.endswith("1gpu")), None)
+    if one:
+        held["scaling_2gpu"] = {
+            name: round(run["samples_per_s"] / one["samples_per_s"], 3)
+            for name, run in engine.items()
+            if name.endswith("2gpu")
+        }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(held, indent=1) + "\n")
+    print(json.dumps({name: value for name, value in held.items() if not isinstance(value, dict | list)}, indent=1))
+
+
+# ---- the step ----
+
+
+def random_module(recipe: Recipe, config, device: torch.device) -> DrafterForTraining:
+    """Target and drafter of the recipe's shapes, random, made on the device; heads frozen, layers compiled."""
+    settings = recipe.settings()
+    torch.manual_seed(0)
+    with torch.device(device):
+        attention = resolve_attention(recipe.target.attn_implementation, device, torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+        target = Target(model)
+        drafter_shape: MDFlashConfig = drafter_config(recipe, config)
+        drafter = MDFlashModel(drafter_shape)
+    drafter.embed_tokens.weight.data = target.embed_tokens.weight.data.clone()
+    drafter.lm_head.weight.data = target.lm_head.weight.data.clone()
+    frozen_heads = recipe.stage == "mdflash"
+    drafter.freeze(heads=frozen_heads).train().compile_layers()
+    target.compile_layers()
+    d = drafter.draft_length
+    layout = Layout.tree(d) if frozen_heads else Layout.serial(d)
+    module = DrafterForTraining(
+        drafter.cast(torch.float32), target, layout, STAGE_WEIGHTS[recipe.stage], settings.loss_rows, settings.bf16
+    )
+    torch.cuda.empty_cache()
+    return module.train()
+
+
+def random_batch(module: DrafterForTraining, recipe: Recipe, length: int) -> dict[str, torch.Tensor]:
+    """One micro-batch of full texts whose windows all have labels."""
+    settings, layout, vocabulary = recipe.settings(), module.layout, module.drafter.config.vocab_size
+    texts = settings.micro_batch_size
+    samples = [
+        Sample(str(i), tuple(torch.randint(vocabulary, (length,)).tolist()), ((1, length),)) for i in range(texts)
+    ]
+    dataset = WindowDataset(samples, layout, settings.starts_per_text, 0)
+    return {name: tensor.cuda() for name, tensor in dataset.collate([dataset[(0, i)] for i in range(texts)]).items()}
+
+
+def step_figures(recipe: Recipe, config) -> dict:
+    """All figures of one GPU."""
+    device = torch.device("cuda")
+    rate = measured_tflops()
+    module = random_module(recipe, config, device)
+    settings, length = recipe.settings(), recipe.settings().max_length
+    batch = random_batch(module, recipe, length)
+    texts = settings.micro_batch_size
+    flops = count(
+        config, module.drafter.config, module.layout, length, batch["start"].flatten().tolist()[: settings.starts_per_text]
+    )  # fmt: skip
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+
+    def micro_step() -> None:
+        (module(**batch) / 1000).backward()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    began = time.perf_counter()
+    micro_step()
+    torch.cuda.synchronize()
+    first_step_s = time.perf_counter() - began
+    update()
+    torch.cuda.reset_peak_memory_stats()
+    step_ms, update_ms = median_ms(micro_step), median_ms(update, 5)
+    peak_gb = torch.cuda.max_memory_allocated() / 1e9
+    with stored_target(module, batch):
+        drafter_ms = median_ms(micro_step)
+        profile = kernel_table(micro_step)
+    target = module._target[0]
+    target_ms = median_ms(lambda: target.forward(batch["ids"], module.drafter.config.target_layer_ids))
+    accumulation = settings.global_batch_size // texts
+    whole_ms = step_ms + update_ms / accumulation
+
+    def share(part: float, ms: float) -> float:
+        return round(texts * part / (ms / 1e3) / (rate * 1e12), 4)
+
+    figures = {
+        "shape": {
+            "length": length, "windows_per_text": settings.starts_per_text * len(module.layout.branches),
+            "micro_batch": texts, "windows": "trees", "stage": recipe.stage, "accumulation": accumulation,
+        },
+        "matmul_tflops_measured": round(rate, 1),
+        "tflop_per_text": {name: round(value / 1e12, 3) for name, value in flops.items()},
+        "ms": {
+            "micro_step": step_ms, "optimizer_update": update_ms, "target_forward": target_ms, "drafter": drafter_ms,
+            "first_step_s": round(first_step_s, 1),
+        },
+        "matmul_share": share(sum(flops.values()), whole_ms),
+        "matmul_share_update_every_step": share(sum(flops.values()), step_ms + update_ms),
+        "target_matmul_share": share(flops["target_layers"] + flops["target_attention"], target_ms),
+        "drafter_matmul_share": share(drafter_part(flops), drafter_ms),
+        "samples_per_s": round(texts / whole_ms * 1e3, 3),
+        "tokens_per_s": round(texts * length / whole_ms * 1e3),
+        "peak_gb": round(peak_gb, 2),
+        "drafter_kernels_ms": profile,
+    }  # fmt: skip
+    optimizer.zero_grad(set_to_none=True)
+    figures |= loss_figures(module)
+    figures["recompiles"] = recompiles(module, recipe)
+    return figures
+
+
+def median_ms(work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Median time of one call between device events, after two warm-up calls."""
+    times = []
+    for repeat in range(repeats + 2):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        work()
+        ended.record()
+        ended.synchronize()
+        if repeat >= 2:
+            times.append(began.elapsed_time(ended))
+    return round(statistics.median(times), 3)
+
+
+@contextmanager
+def stored_target(module: DrafterForTraining, batch: dict):
+    """Inside, the module finds the target's output ready: what remains is the drafter's own part."""
+    target = module._target[0]
+    seen = target.forward(batch["ids"], module.drafter.config.target_layer_ids)
+    target.forward = lambda *args, **kwargs: seen
+    try:
+        yield
+    finally:
+        del target.forward
+
+
+def kernel_table(work: Callable[[], object], rows: int = 18) -> dict[str, float]:
+    """Milliseconds of one call by kernel, the largest first, the rest summed."""
+    work()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    times = sorted(
+        ((e.self_device_time_total / 1e3, f"{e.key[:70]} x{e.count}") for e in profiler.key_averages()), reverse=True
+    )
+    table = {name: round(ms, 3) for ms, name in times[:rows]}
+    return table | {"rest": round(sum(ms for ms, _ in times[rows:]), 3)}
+
+
+def loss_figures(module: DrafterForTraining) -> dict:
+    """Extra peak memory and time (forward and backward) of the fused loss over those of the plain reference."""
+    W, W2 = module._target[0].lm_head.weight, module.drafter.head.markov_w2.weight.bfloat16()
+    hidden, teacher = torch.randn(2, LOSS_ROWS, W.shape[1], device="cuda", dtype=torch.bfloat16)
+    code = torch.randn(LOSS_ROWS, W2.shape[1], device="cuda", dtype=torch.bfloat16)
+    labels, weight = torch.randint(len(W), (LOSS_ROWS,), device="cuda"), torch.rand(LOSS_ROWS, device="cuda")
+    hidden.requires_grad_()
+
+    def fused():
+        FusedWindowLoss.apply(hidden, code, W, W2, teacher, labels, weight, (0.1, 0.9), module.loss_rows)[0].backward()
+
+    def plain():
+        q = torch.softmax((hidden @ W.T + code @ W2.T).float(), -1)
+        with torch.no_grad():
+            p = torch.softmax((teacher @ W.T).float(), -1)
+        cross_entropy = -q.gather(1, labels[:, None])[:, 0].log()
+        (weight * (0.1 * cross_entropy + 0.9 * (q - p).abs().sum(-1))).sum().backward()
+
+    memory, times = [], []
+    for run in (fused, plain):
+        hidden.grad = None
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        memory.append((torch.cuda.max_memory_allocated() - before) / 1e9)
+        times.append(median_ms(run, 10))
+    return {
+        "loss_gb": {"fused": round(memory[0], 3), "plain": round(memory[1], 3)},
+        "loss_ms": {"fused": times[0], "plain": times[1]},
+        "loss_memory_ratio": round(memory[0] / memory[1], 4),
+        "loss_time_ratio": round(times[0] / times[1], 4),
+    }
+
+
+def recompiles(module: DrafterForTraining, recipe: Recipe) -> int:
+    """Graphs compiled anew over random text lengths, after the first."""
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    generator = torch.Generator().manual_seed(0)
+    for length in torch.randint(64, recipe.settings().max_length, (RANDOM_LENGTHS,), generator=generator).tolist():
+        module(**random_batch(module, recipe, length)).backward()
+    module.zero_grad(set_to_none=True)
+    return counters["unique_graphs"] - before
+
+
+# ---- the trainer under DeepSpeed ----
+
+
+class StepTimes(TrainerCallback):
+    """Seconds of every optimizer step."""
+
+    def __init__(self):
+        self.seconds, self.began = [], 0.0
+
+    def on_step_begin(self, *args, **kwargs):
+        torch.cuda.synchronize()
+        self.began = time.perf_counter()
+
+    def on_step_end(self, *args, **kwargs):
+        torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self.began)
+
+
+def engine_figures(recipe: Recipe, config, steps: int) -> dict:
+    """Samples/s and losses of the trainer on random texts, at the recipe's global batch and ZeRO stage."""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    settings = recipe.settings()
+    settings.max_steps, settings.logging_steps = steps, 1
+    module = random_module(recipe, config, device)
+    generator = torch.Generator().manual_seed(1)
+    samples = [
+        Sample(str(i), tuple(torch.randint(config.vocab_size, (settings.max_length,), generator=generator).tolist()),
+               ((1, settings.max_length),))
+        for i in range(settings.global_batch_size)
+    ]  # fmt: skip
+    dataset = WindowDataset(samples, module.layout, settings.starts_per_text, settings.seed)
+    times = StepTimes()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments_ = training_arguments(settings, Path(folder), len(samples), "speed")
+        trainer = MDFlashTrainer(module, arguments_, dataset, dataset)
+        trainer.add_callback(times)
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    median = statistics.median(times.seconds[1:])
+    name = f"zero{settings.zero_stage}_{arguments_.world_size}gpu"
+    return {
+        "engine": {
+            name: {
+                "samples_per_s": round(settings.global_batch_size / median, 3), "losses": losses,
+                "global_batch": settings.global_batch_size, "step_s": [round(s, 3) for s in times.seconds],
+                "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+            }
+        }
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
