@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 ASIDE = "unfinished"  # in a stage's folder: what is being written, converted or deleted; swept at the next start
@@ -33,6 +34,8 @@ def publish(written: Path, keep: int) -> None:
     for path in newest_first(folder):
         if path not in whole[:keep]:
             discard(path)
+    with suppress(OSError):  # not empty: left to the next sweep
+        written.parent.rmdir()
 
 
 def discard(checkpoint: Path) -> None:

@@ -7,7 +7,7 @@ from accelerate.utils import reduce
 from torch import Tensor
 from transformers import TrainerCallback
 
-FEATURES, HIDDEN, LOSS = range(3)  # in the order in which a fault spreads; gradients follow
+FEATURES, HIDDEN, LOSS = range(3)  # the gradients follow
 PASS = ("the target's features", "the backbone's hidden states", "the loss")
 
 
@@ -21,14 +21,15 @@ class FiniteGuard(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Hook the drafter's pass and every trained parameter's gradient."""
         trained = [(name.removeprefix("drafter."), p) for name, p in model.named_parameters() if p.requires_grad]
-        trained.reverse()  # as backward meets them
         self.names = [*PASS, *(f"the gradient of {name}" for name, _ in trained), "the gradient norm"]
         self.norms = torch.zeros(len(self.names) - 1, device=args.device)
+        self.order: dict[int, int] = {}  # as tensors came by: the first faulty one is nearest to the cause
         self.handles = [p.register_hook(partial(self.see, i)) for i, (_, p) in enumerate(trained, len(PASS))]
         self.handles.append(model.drafter.register_forward_hook(self._see_pass))
 
     def see(self, index: int, tensor: Tensor) -> None:
         """Watch one tensor of this micro-batch."""
+        self.order.setdefault(index, len(self.order))
         self.norms[index] += torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)
 
     def _see_pass(self, drafter, inputs, hidden) -> None:
@@ -42,11 +43,11 @@ class FiniteGuard(TrainerCallback):
         self.norms.zero_()
         faulty = reduce((~sums.isfinite()).float(), "sum").nonzero().flatten().tolist()
         if any(index >= LOSS for index in faulty):
-            shown = faulty[:1] if faulty[0] <= LOSS else faulty[:-1][:3] or faulty
-            what = ", ".join(self.names[i] for i in shown)
+            faulty.sort(key=lambda index: self.order.get(index, len(self.names)))
+            what = ", ".join(self.names[index] for index in faulty[:3])
             raise FloatingPointError(
-                f"NaN or infinity at step {state.global_step + 1} in {what}: lower the learning rate or look at the data; "
-                "nothing was saved after the last checkpoint"
+                f"NaN or infinity at step {state.global_step + 1}, first in {what}: lower the learning rate or look at the "
+                "data; nothing was saved after the last checkpoint"
             )
 
     def on_train_end(self, args, state, control, **kwargs):

@@ -204,7 +204,7 @@ def test_ranks_may_change_and_nan_stops_all(uncut, project, tmp_path):
     settings = dict(save_steps=2, eval_steps=5, deepspeed=str(ROOT / "recipes" / "deepspeed" / "zero2.json"))
     status, output, _ = run(folder, "nan", 4, rank=1, ranks=2, micro_batch_size=2, **settings)
     assert status != 0
-    message = "error: NaN or infinity at step 4 in the gradient of layers.0.mlp.up_proj.weight"
+    message = "error: NaN or infinity at step 4, first in the gradient of layers.0.mlp.up_proj.weight"
     assert output.count(message) == 2, output[-4000:]  # on both ranks
     assert [path.name for path in newest_first(stage(folder))] == ["checkpoint-2"]
     status, output, one = run(folder, "mid-step", 8, micro_batch_size=4, **settings)
