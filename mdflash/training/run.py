@@ -83,7 +83,9 @@ def resume_point(folder: Path, accelerator: Accelerator) -> str | None:
         checkpoint = newest_whole(folder)
         if checkpoint:
             found = [str(checkpoint), universal(checkpoint, accelerator.num_processes)]
-    checkpoint, as_universal = broadcast_object_list(found)
+    if accelerator.num_processes > 1:
+        broadcast_object_list(found)
+    checkpoint, as_universal = found
     if as_universal:
         accelerator.state.deepspeed_plugin.deepspeed_config.setdefault("checkpoint", {})["load_universal"] = True
     return checkpoint

@@ -63,6 +63,16 @@ class MDFlashTrainer(Trainer):
         self.state.compute_steps(self.args, self.state.max_steps)
         return start
 
+    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        """ZeRO-3 hands one step counter of a universal checkpoint to all its groups, which would then each count it up."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        optimizer = self.optimizer
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        for state in optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].clone()
+
     def _run_epoch(self, model, epoch, *args, **kwargs):
         """The base class's pass with two gaps of its resume closed."""
         if self.state.global_step >= self.state.max_steps:  # killed after the last step: not one more
