@@ -199,10 +199,10 @@ def test_killed_runs_resume_bit_for_bit(uncut, project, tmp_path):
 
 @pytest.mark.slow
 def test_ranks_may_change_and_nan_stops_all(uncut, project, tmp_path):
-    """ZeRO-2: two ranks stopped by a NaN on one of them, one rank killed, two ranks to the end: the plain run's samples,
+    """ZeRO-3: two ranks stopped by a NaN on one of them, one rank killed, two ranks to the end: the plain run's samples,
     windows, learning rates and, to fp32 rounding, losses."""
     folder = fresh(project, tmp_path)
-    settings = dict(save_steps=2, eval_steps=5, deepspeed=str(ROOT / "recipes" / "deepspeed" / "zero2.json"))
+    settings = dict(save_steps=2, eval_steps=5, deepspeed=str(ROOT / "recipes" / "deepspeed" / "zero3.json"))
     status, output, _ = run(folder, "nan", 4, rank=1, ranks=2, micro_batch_size=2, **settings)
     assert status != 0
     message = "error: NaN or infinity at step 4, first in the gradient of layers.0.mlp.up_proj.weight"
