@@ -125,7 +125,7 @@ class StageSection:
         eval_steps: steps between held-out evaluations; 0 evaluates at the end only.
         eval_requests: held-out prompts decoded for the held-out acceptance length; 0 skips it.
         save_steps: steps between checkpoints; 0 saves at the end only.
-        save_total_limit: checkpoints kept.
+        save_total_limit: whole checkpoints kept, the newest.
         logging_steps: steps between log lines.
         report_to: wandb or none.
         seed: seed of weights, sample order and window draws.
@@ -157,6 +157,7 @@ class StageSection:
         require(self.learning_rate >= 0, "learning_rate", self.learning_rate, "use a non-negative number")
         for name in ("global_batch_size", "micro_batch_size", "starts_per_text", "max_length", "loss_rows"):
             require(getattr(self, name) > 0, name, getattr(self, name), "use a positive integer")
+        require(self.save_total_limit > 0, "save_total_limit", self.save_total_limit, "keep at least one checkpoint")
         require(self.max_steps >= 0, "max_steps", self.max_steps, "use 0 to go by epochs, or a positive integer")
         require(self.epochs > 0, "epochs", self.epochs, "use a positive number")
         require(0 <= self.warmup_ratio < 1, "warmup_ratio", self.warmup_ratio, "use a share of the steps in [0, 1)")

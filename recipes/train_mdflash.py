@@ -21,6 +21,7 @@ from mdflash.conversations import read_conversations, split_held_out
 from mdflash.drafter import Layout
 from mdflash.recipe import Recipe, StageSection, read_recipe, resolved
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, MDFlashTrainer, WindowDataset, bootstrap
+from mdflash.training.checkpoints import write_whole
 from mdflash.training.frozen import check_unchanged, frozen_part, hashes
 from mdflash.training.run import FINISHED, claim, join_wandb_run, record_settings, resume_point, training_arguments
 
@@ -75,7 +76,7 @@ def run(recipe: Recipe) -> None:
     if trainer.is_world_process_zero():
         record_settings(recipe, folder)
     began = time.time()
-    trainer.train(resume_from_checkpoint=resume_point(folder))
+    trainer.train(resume_from_checkpoint=resume_point(folder, trainer.accelerator))
     seconds = time.time() - began
     metrics = trainer.evaluate()
     trainer.save_final(folder, dtype)
@@ -91,7 +92,7 @@ def run(recipe: Recipe) -> None:
             "ranks": arguments.world_size, "device": device_name(device), "frozen_sha256": frozen_before,
             "loss_curve": [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry],
         }  # fmt: skip
-        (folder / FINISHED).write_text(json.dumps(record, indent=1) + "\n")
+        write_whole(folder / FINISHED, json.dumps(record, indent=1) + "\n")
         print(f"{folder}: {stage} drafter after {record['steps']} steps, {seconds:.0f} s; " + figures(metrics))
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()

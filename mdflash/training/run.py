@@ -9,9 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from transformers import TrainingArguments
 
 from ..recipe import Recipe, StageSection, require
+from .checkpoints import newest_whole, sweep, universal, write_whole
 
 SETTINGS, FINISHED = "stage.json", "training.json"
 
@@ -49,8 +52,7 @@ def claim(recipe: Recipe) -> Path | None:
 
 def record_settings(recipe: Recipe, folder: Path) -> None:
     """Write what later calls compare with (rank 0, before the first step)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / SETTINGS).write_text(json.dumps(binding_settings(recipe), indent=2) + "\n")
+    write_whole(folder / SETTINGS, json.dumps(binding_settings(recipe), indent=2) + "\n")
 
 
 def binding_settings(recipe: Recipe) -> dict:
@@ -72,24 +74,21 @@ def file_hash(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def resume_point(folder: Path) -> str | None:
-    """The newest whole checkpoint of an interrupted run; a torn one is named and passed over."""
-    numbered = [(int(path.name.split("-")[1]), path) for path in folder.glob("checkpoint-*") if path.is_dir()]
-    for _, path in sorted(numbered, reverse=True):
-        if is_whole(path):
-            return str(path)
-        print(f"{path} is torn (killed while it was written): passed over")
-    return None
-
-
-def is_whole(checkpoint: Path) -> bool:
-    """Weights, optimizer state (DeepSpeed's or torch's) and a readable trainer_state.json, which is written last."""
-    try:
-        json.loads((checkpoint / "trainer_state.json").read_text())
-    except (OSError, ValueError):
-        return False
-    optimizer = (checkpoint / "optimizer.pt").is_file() or (checkpoint / "latest").is_file()
-    return optimizer and (checkpoint / "model.safetensors").is_file()
+def resume_point(folder: Path, accelerator: Accelerator) -> str | None:
+    """The checkpoint to resume from, or None (call on all ranks, before the engine exists). Rank 0 cleans up, chooses
+    and, when the number of ranks has changed, converts; the others take its word."""
+    found = [None, False]
+    if accelerator.is_main_process:
+        sweep(folder)
+        checkpoint = newest_whole(folder)
+        if checkpoint:
+            found = [str(checkpoint), universal(checkpoint, accelerator.num_processes)]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(found)
+    checkpoint, as_universal = found
+    if as_universal:
+        accelerator.state.deepspeed_plugin.deepspeed_config.setdefault("checkpoint", {})["load_universal"] = True
+    return checkpoint
 
 
 def world_size() -> int:
@@ -128,6 +127,7 @@ def training_arguments(settings: StageSection, folder: Path, texts: int, name: s
         save_steps=settings.save_steps or 500,
         save_total_limit=settings.save_total_limit,
         logging_steps=settings.logging_steps,
+        logging_nan_inf_filter=False,
         report_to=settings.report_to,
         seed=settings.seed,
         remove_unused_columns=False,
@@ -147,8 +147,7 @@ def join_wandb_run(folder: Path, settings: StageSection) -> None:
         return
     file = folder / "wandb_run_id"
     if not file.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(uuid.uuid4().hex)
+        write_whole(file, uuid.uuid4().hex)
     os.environ.setdefault("WANDB_PROJECT", "mdflash")
     os.environ["WANDB_RUN_ID"] = file.read_text()
     os.environ["WANDB_RESUME"] = "allow"

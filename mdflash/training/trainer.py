@@ -13,6 +13,8 @@ from transformers import Trainer, TrainingArguments
 
 from ..drafter import MDFlashModel
 from ..drafter.checkpoint import save_drafter, unfilled
+from .checkpoints import ASIDE, publish
+from .finite import LOSS, FiniteGuard
 from .module import DrafterForTraining
 from .windows import EpochSampler, WindowDataset
 
@@ -34,15 +36,13 @@ class MDFlashTrainer(Trainer):
         super().__init__(module, args, data_collator=train.collate, train_dataset=train, eval_dataset=held_out)
         self.model_accepts_loss_kwargs = True  # the loss is already normalised over the whole accumulated batch
         self.acceptance = acceptance
+        self.guard = FiniteGuard()
+        self.add_callback(self.guard)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """This rank's share of Σ m w loss / Σ m w over the global batch; the engine averages over ranks."""
         loss = model(**inputs) * self.args.world_size / num_items_in_batch
-        if not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"loss is {loss.item()} at step {self.state.global_step + 1}: lower the learning rate or look at the data; "
-                "nothing was saved after the last checkpoint"
-            )
+        self.guard.see(LOSS, loss)
         return loss
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -54,7 +54,44 @@ class MDFlashTrainer(Trainer):
     def _get_train_sampler(self, train_dataset=None) -> EpochSampler:
         args = self.args
         texts = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return EpochSampler(len(self.train_dataset), texts, args.seed)
+        self.train_sampler = EpochSampler(len(self.train_dataset), texts, args.seed)
+        return self.train_sampler
+
+    def _init_training_state(self, *args, **kwargs):
+        """A resumed run saves, logs and evaluates as often as its settings say, not as the checkpoint's did."""
+        start = super()._init_training_state(*args, **kwargs)
+        self.state.compute_steps(self.args, self.state.max_steps)
+        return start
+
+    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        """ZeRO-3 hands one step counter of a universal checkpoint to all its groups, which would then each count it up."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        optimizer = self.optimizer
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        for state in optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].clone()
+
+    def _run_epoch(self, model, epoch, *args, **kwargs):
+        """The base class's pass with two gaps of its resume closed."""
+        if self.state.global_step >= self.state.max_steps:  # killed after the last step: not one more
+            self.control.should_training_stop = True
+            return
+        self.train_sampler.set_epoch(epoch)  # resumed within an epoch, several ranks: the base class does not reach it
+        super()._run_epoch(model, epoch, *args, **kwargs)
+
+    def _get_output_dir(self, trial) -> str:
+        """Where the base class writes checkpoints: aside, until they are whole."""
+        return str(Path(super()._get_output_dir(trial)) / ASIDE)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """Written by all ranks, then sealed and renamed into place by rank 0."""
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            written = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            publish(written, self.args.save_total_limit)
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
         """Held-out texts in file order, the same windows every time."""

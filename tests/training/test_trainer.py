@@ -1,6 +1,7 @@
 """The trainer: exact normalisation, ranks, accumulation, resume, frozen tensors, checkpoints."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ from conftest import make_target, make_tokenizer
 from safetensors.torch import load_file
 
 from mdflash import load_drafter
+from mdflash.training.checkpoints import ASIDE, newest_first
 from mdflash.training.frozen import check_unchanged, frozen_part, hashes
 
 ROOT = Path(__file__).resolve().parents[2]
+ACCIDENT = Path(__file__).with_name("accident.py")
 SETTINGS = dict(
     learning_rate=1e-3, max_steps=10, global_batch_size=8, micro_batch_size=4, starts_per_text=4, max_length=128, bf16=False,
     logging_steps=1, deepspeed=None, eval_requests=2,
@@ -104,24 +107,6 @@ def test_global_batch_is_normalised_exactly(project, tmp_path):
 
 
 @pytest.mark.slow
-def test_ten_steps_equal_five_and_five(project, tmp_path):
-    """Sample order, windows, learning rate, loss and weights; the cut falls inside the second epoch."""
-    whole = fresh(project, tmp_path / "whole")
-    uncut = train(whole, save_steps=5, eval_steps=5)
-    resumed = fresh(project, tmp_path / "resumed")
-    stage = resumed / "runs" / "x" / "mdflash"
-    source = whole / "runs" / "x" / "mdflash"
-    stage.mkdir()
-    (stage / "checkpoint-5").symlink_to(source / "checkpoint-5")
-    (stage / "stage.json").write_text((source / "stage.json").read_text())
-    (stage / "checkpoint-7").mkdir()  # torn by a kill: named and passed over
-    again = train(resumed, save_steps=5, eval_steps=5)
-    assert [{k: v for k, v in e.items()} for e in again["loss_curve"]] == uncut["loss_curve"]
-    ours, theirs = load_file(stage / "model.safetensors"), load_file(source / "model.safetensors")
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-
-
-@pytest.mark.slow
 def test_deepspeed_launcher_and_contract(project, tmp_path):
     """The command users run: same losses as the plain Trainer; a complete checkpoint; frozen tensors proven."""
     folder = fresh(project, tmp_path / "ds")
@@ -143,6 +128,99 @@ def test_deepspeed_launcher_and_contract(project, tmp_path):
     assert config["architectures"] == ["Qwen3DSparkModel"]
     repeated = train(folder, launcher=launcher, deepspeed=zero1, max_steps=3)
     assert repeated == record  # a finished stage is left alone
+
+
+def run(folder, kind="none", step=0, rank=0, ranks=1, **settings):
+    """Train in own processes with one accident: exit status, output, and what each step trained on."""
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    launcher = launcher if "deepspeed" in settings else []
+    record = folder / f"{kind}-{step}-{ranks}"
+    command = [sys.executable, *launcher, str(ACCIDENT), kind, str(step), str(rank), str(record), "--config"]
+    done = subprocess.run([*command, str(recipe(folder, **settings))], cwd=folder, capture_output=True, text=True)
+    trained = {}
+    for file in sorted(folder.glob(record.name + ".*")):
+        for line in file.read_text().splitlines():
+            at, key = json.loads(line)
+            trained.setdefault(at, []).append(key)
+    return done.returncode, done.stdout + done.stderr, {at: sorted(keys) for at, keys in trained.items()}
+
+
+def stage(folder):
+    return folder / "runs" / "x" / "mdflash"
+
+
+def record_of(folder):
+    return json.loads((stage(folder) / "training.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def uncut(project, tmp_path_factory):
+    """The uninterrupted run; it ends within its third epoch."""
+    folder = fresh(project, tmp_path_factory.mktemp("uncut"))
+    status, output, trained = run(folder, save_steps=2, eval_steps=5, micro_batch_size=2)
+    assert status == 0, output[-4000:]
+    return folder, trained
+
+
+@pytest.mark.slow
+def test_killed_runs_resume_bit_for_bit(uncut, project, tmp_path):
+    """Killed while step 4 is saved, then within step 8, then finished: samples, windows, learning rates, losses and
+    weights are the uninterrupted run's."""
+    folder = fresh(project, tmp_path)
+    settings = dict(save_steps=2, eval_steps=5, micro_batch_size=2)
+    status, output, _ = run(folder, "mid-save", 4, **settings)
+    assert status == -signal.SIGKILL, output[-4000:]
+    assert [path.name for path in newest_first(stage(folder))] == ["checkpoint-2"]
+    assert (stage(folder) / ASIDE / "checkpoint-4" / "model.safetensors").is_file()
+    status, output, trained = run(folder, "mid-step", 8, **settings)
+    assert status == -signal.SIGKILL, output[-4000:]
+    assert min(trained) == 3
+    assert not (stage(folder) / ASIDE / "checkpoint-4").exists()
+    (stage(folder) / "checkpoint-7").mkdir()
+    status, output, trained = run(folder, **settings)
+    assert status == 0, output[-4000:]
+    assert "checkpoint-7 is torn (no readable sealed.json): passed over" in output
+    assert trained == {at: keys for at, keys in uncut[1].items() if at > 6}
+    assert record_of(folder)["loss_curve"] == record_of(uncut[0])["loss_curve"]
+    assert [path.name for path in newest_first(stage(folder))] == ["checkpoint-10", "checkpoint-8"]
+    ours, theirs = (load_file(stage(place) / "model.safetensors") for place in (folder, uncut[0]))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+    (
+        stage(folder) / "training.json"
+    ).unlink()  # killed after its last step: it evaluates and exports, but does not train
+    status, output, trained = run(folder, "again", **settings)
+    assert status == 0, output[-4000:]
+    assert not trained
+    assert record_of(folder)["steps"] == 10
+    again = load_file(stage(folder) / "model.safetensors")
+    assert all(torch.equal(again[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.slow
+def test_ranks_may_change_and_nan_stops_all(uncut, project, tmp_path):
+    """ZeRO-3: two ranks stopped by a NaN on one of them, one rank killed, two ranks to the end: the plain run's samples,
+    windows, learning rates and, to fp32 rounding, losses."""
+    folder = fresh(project, tmp_path)
+    settings = dict(save_steps=2, eval_steps=5, deepspeed=str(ROOT / "recipes" / "deepspeed" / "zero3.json"))
+    status, output, _ = run(folder, "nan", 4, rank=1, ranks=2, micro_batch_size=2, **settings)
+    assert status != 0
+    message = "error: NaN or infinity at step 4, first in the gradient of layers.0.mlp.up_proj.weight"
+    assert output.count(message) == 2, output[-4000:]  # on both ranks
+    assert [path.name for path in newest_first(stage(folder))] == ["checkpoint-2"]
+    status, output, one = run(folder, "mid-step", 8, micro_batch_size=4, **settings)
+    assert "Signal 9 (SIGKILL)" in output, output[-4000:]
+    assert "checkpoint-2 was written by 2 rank(s), 1 run now" in output
+    status, output, two = run(folder, ranks=2, micro_batch_size=1, **settings)
+    assert status == 0, output[-4000:]
+    assert "checkpoint-6 was written by 1 rank(s), 2 run now" in output
+    assert {at: keys for at, keys in (one | two).items()} == {at: keys for at, keys in uncut[1].items() if at > 2}
+    ours, theirs = record_of(folder), record_of(uncut[0])
+    for mine, other in zip(ours["loss_curve"], theirs["loss_curve"], strict=True):
+        assert mine.get("learning_rate") == other.get("learning_rate")
+    for mine, other in zip(losses(ours), losses(theirs), strict=True):
+        assert mine == pytest.approx(other, rel=2e-4)
+    assert ours["metrics"]["eval_loss"] == pytest.approx(theirs["metrics"]["eval_loss"], rel=1e-4)
 
 
 def test_zero_learning_rate_changes_no_bit(project, tmp_path):
