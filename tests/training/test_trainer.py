@@ -47,7 +47,7 @@ def recipe(folder: Path, **overrides) -> Path:
     data = {
         "name": "x", "target": {"path": "target", "dtype": "float32"}, "data": {"held_out": 3},
         "drafter": {"num_hidden_layers": 1, "target_layer_ids": [0, 2], "block_size": 3, "mask_token_id": 3, "markov_rank": 8},
-        "dspark": settings, "mdflash": settings,
+        "dspark": settings | {"lora": None}, "mdflash": settings,
     }  # fmt: skip
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(data))
