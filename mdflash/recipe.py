@@ -105,6 +105,33 @@ class DrafterSection:
     intermediate_size: int | None = None
 
 
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc")
+
+
+@dataclass
+class LoraSection:
+    """Adapters trained on the backbone in place of its weights; the finished drafter has them merged in.
+
+    Args:
+        r: rank of an adapter.
+        alpha: an adapter adds alpha/r · B·A to its weight.
+        targets: adapted linears, the same in every layer; `fc` is the features' projection.
+    """
+
+    r: int = 16
+    alpha: float = 32.0
+    targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS))
+
+    def __post_init__(self):
+        require(self.r > 0, "lora.r", self.r, "use a positive integer")
+        require(self.alpha > 0, "lora.alpha", self.alpha, "use a positive number, r or 2r say")
+        others = [name for name in self.targets if name not in LORA_TARGETS]
+        require(
+            bool(self.targets) and not others, "lora.targets", others or self.targets,
+            f"adapters go on the backbone's linears; embeddings and heads stay frozen: choose from {', '.join(LORA_TARGETS)}",
+        )  # fmt: skip
+
+
 @dataclass
 class StageSection:
     """One training stage.
@@ -130,6 +157,7 @@ class StageSection:
         report_to: wandb or none.
         seed: seed of weights, sample order and window draws.
         warmup_ratio: share of the steps spent warming up.
+        lora: adapters {r, alpha, targets} to train instead of the full weights (mdflash stage only); null trains those.
     """
 
     learning_rate: float = 3e-5
@@ -152,6 +180,7 @@ class StageSection:
     report_to: Literal["wandb", "none"] = "none"
     seed: int = 0
     warmup_ratio: float = 0.04
+    lora: LoraSection | None = None
 
     def __post_init__(self):
         require(self.learning_rate >= 0, "learning_rate", self.learning_rate, "use a non-negative number")
@@ -232,6 +261,8 @@ class Recipe:
     def __post_init__(self):
         require(bool(self.name) and "/" not in self.name, "name", self.name, "give the recipe a plain name")
         require(bool(self.target.path), "target.path", self.target.path, "name the target's folder or hub id")
+        rule = "a bootstrap starts from random weights, which adapters cannot train; set mdflash.lora, or null here"
+        require(self.dspark.lora is None, "dspark.lora", self.dspark.lora, rule)
 
     @property
     def run_dir(self) -> Path:

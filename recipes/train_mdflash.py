@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from mdflash.recipe import Recipe, StageSection, read_recipe, resolved
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, MDFlashTrainer, WindowDataset, bootstrap
 from mdflash.training.checkpoints import write_whole
 from mdflash.training.frozen import check_unchanged, frozen_part, hashes
+from mdflash.training.lora import add_adapters
 from mdflash.training.run import FINISHED, claim, join_wandb_run, record_settings, resume_point, training_arguments
 
 
@@ -55,12 +57,15 @@ def run(recipe: Recipe) -> None:
     drafter, layout = starting_point(recipe, target)
     dtype = drafter.dtype
     train, held_out, prompts = datasets(recipe, target, layout, conversations)
-    frozen_before = hashes(frozen_part(drafter.state_dict(), heads=stage == "mdflash").items())
+    frozen = partial(frozen_part, heads=stage == "mdflash", lora=settings.lora)
+    frozen_before = hashes(frozen(drafter.state_dict()).items())
     target_before = hashes(target.model.named_parameters())
 
-    drafter.freeze(heads=stage == "mdflash").attention = settings.attention
+    drafter.cast(torch.float32).freeze(heads=stage == "mdflash").attention = settings.attention
+    if settings.lora:
+        add_adapters(drafter, settings.lora, settings.seed)
     module = DrafterForTraining(
-        drafter.cast(torch.float32),
+        drafter,
         target,
         layout,
         STAGE_WEIGHTS[stage],
@@ -82,9 +87,7 @@ def run(recipe: Recipe) -> None:
     trainer.save_final(folder, dtype)
     if trainer.is_world_process_zero():
         written = load_drafter(folder)
-        check_unchanged(
-            frozen_before, hashes(frozen_part(written.state_dict(), heads=stage == "mdflash").items()), "drafter"
-        )
+        check_unchanged(frozen_before, hashes(frozen(written.state_dict()).items()), "drafter")
         check_unchanged(target_before, hashes(target.model.named_parameters()), "target")
         record = {
             "stage": stage, "recipe": resolved(recipe), "layout_anchor_counts": list(layout.branches), "metrics": metrics,

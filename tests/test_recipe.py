@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mdflash.recipe import read_recipe, resolved
+from mdflash.recipe import LORA_TARGETS, LoraSection, read_recipe, resolved
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 TINY = str(next(path for path in RECIPES if path.stem == "tiny"))
@@ -25,6 +25,13 @@ def test_overrides_reach_their_section():
     assert recipe.mdflash.learning_rate != 1e-4
 
 
+def test_adapters_are_off_unless_named():
+    assert read_recipe(["--config", TINY])[0].mdflash.lora is None
+    recipe, _ = read_recipe(["--config", TINY, "--mdflash.lora.r", "8"])
+    assert recipe.mdflash.lora == LoraSection(r=8)
+    assert resolved(recipe)["mdflash"]["lora"]["targets"] == list(LORA_TARGETS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -35,6 +42,14 @@ def test_overrides_reach_their_section():
         (["--target.dtype", "int4"], "target.dtype='int4'"),
         (["--target.path", ""], "target.path"),
         (["--name", "a/b"], "name='a/b'"),
+        (["--mdflash.lora", "{targets: [q_proj, lm_head]}"], "lora.targets=['lm_head']"),
+        (["--mdflash.lora", "{targets: [embed_tokens]}"], "choose from q_proj, k_proj"),
+        (["--mdflash.lora", "{targets: [markov_head.gate_proj]}"], "lora.targets=['markov_head.gate_proj']"),
+        (["--mdflash.lora", "{targets: [confidence_head]}"], "lora.targets=['confidence_head']"),
+        (["--mdflash.lora", "{targets: []}"], "lora.targets=[]"),
+        (["--mdflash.lora.r", "0"], "lora.r=0"),
+        (["--mdflash.lora", "{rank: 8}"], "rank"),
+        (["--dspark.lora", "{r: 8}"], "set mdflash.lora"),
     ],
 )
 def test_faults_are_named(arguments, message, capsys):

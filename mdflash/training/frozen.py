@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from ..drafter.model import HEAD_PREFIXES, SHARED_WITH_TARGET
+from ..recipe import LoraSection
+from .lora import is_adapted
 
 
 def tensor_hash(tensor: Tensor) -> str:
@@ -21,8 +23,11 @@ def hashes(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return {name: tensor_hash(tensor) for name, tensor in named}
 
 
-def frozen_part(state: Mapping[str, Tensor], heads: bool) -> dict[str, Tensor]:
-    """A drafter state's frozen tensors: embeddings and LM head, and both heads when they are not trained."""
+def frozen_part(state: Mapping[str, Tensor], heads: bool, lora: LoraSection | None = None) -> dict[str, Tensor]:
+    """A drafter state's frozen tensors: embeddings and LM head, and both heads when they are not trained; under LoRA all
+    but the weights that have an adapter."""
+    if lora:
+        return {name: tensor for name, tensor in state.items() if not is_adapted(name, lora)}
     prefixes = SHARED_WITH_TARGET + (HEAD_PREFIXES if heads else ())
     return {name: tensor for name, tensor in state.items() if name.startswith(prefixes)}
 

@@ -15,6 +15,7 @@ from ..drafter import MDFlashModel
 from ..drafter.checkpoint import save_drafter, unfilled
 from .checkpoints import ASIDE, publish
 from .finite import LOSS, FiniteGuard
+from .lora import load_adapters, merged, save_adapters
 from .module import DrafterForTraining
 from .windows import EpochSampler, WindowDataset
 
@@ -127,13 +128,14 @@ class MDFlashTrainer(Trainer):
         return metrics
 
     def export_state(self, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Every tensor of the contract, gathered whatever the ZeRO stage (call on all ranks): trained and frozen ones in
-        the training precision, embedding and LM head as the target holds them."""
+        """Every tensor of the contract, gathered whatever the ZeRO stage (call on all ranks): trained (LoRA merged) and
+        frozen ones in the training precision, embedding and LM head as the target holds them."""
         if state is None:
             state = self.accelerator.get_state_dict(self.model_wrapped) or {}
         state = {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
         target = self._module._target[0]
         lent = {"embed_tokens.weight": target.embed_tokens.weight, "lm_head.weight": target.lm_head.weight}
+        state = merged(self._module.drafter, state)
         return state | {name: weight.detach() for name, weight in lent.items()}  # never the target's own Parameters
 
     def save_final(self, folder: Path, dtype: torch.dtype) -> None:
@@ -146,13 +148,16 @@ class MDFlashTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir=None, state_dict=None) -> None:
-        """One checkpoint's weights, as a drafter folder."""
+        """One checkpoint's weights, as a drafter folder; with LoRA the adapters lie beside the merged weights."""
         if self.args.should_save:
-            state = self.export_state(state_dict if state_dict is not None else self.model.state_dict())
-            save_drafter(output_dir, self._module.drafter.config, state)
+            state = state_dict if state_dict is not None else self.model.state_dict()
+            save_drafter(output_dir, self._module.drafter.config, self.export_state(state))
+            save_adapters(output_dir, state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         """Weights back from such a folder (without DeepSpeed, which loads its own)."""
+        if load_adapters(resume_from_checkpoint, self.model):
+            return
         stored = load_file(Path(resume_from_checkpoint) / "model.safetensors")
         own = self.model.state_dict()
         self.model.load_state_dict({name: stored[name.removeprefix(PREFIX)] for name in own})

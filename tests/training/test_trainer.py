@@ -50,7 +50,7 @@ def recipe(folder: Path, **overrides) -> Path:
     data = {
         "name": "x", "target": {"path": "target", "dtype": "float32"}, "data": {"held_out": 3},
         "drafter": {"num_hidden_layers": 1, "target_layer_ids": [0, 2], "block_size": 3, "mask_token_id": 3, "markov_rank": 8},
-        "dspark": settings, "mdflash": settings,
+        "dspark": settings | {"lora": None}, "mdflash": settings,
     }  # fmt: skip
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(data))
@@ -221,6 +221,22 @@ def test_ranks_may_change_and_nan_stops_all(uncut, project, tmp_path):
     for mine, other in zip(losses(ours), losses(theirs), strict=True):
         assert mine == pytest.approx(other, rel=2e-4)
     assert ours["metrics"]["eval_loss"] == pytest.approx(theirs["metrics"]["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_adapters_under_zero3_on_two_ranks(project, tmp_path):
+    """The plain one-process run's losses, merged weights and adapters, gathered from their shards."""
+    settings = dict(lora={"r": 4}, learning_rate=1e-2, micro_batch_size=2, max_steps=2, save_steps=2)
+    folders = [fresh(project, tmp_path / name) for name in ("plain", "ranks")]
+    zero3 = str(ROOT / "recipes" / "deepspeed" / "zero3.json")
+    runs = [train(folders[0], **settings), train(folders[1], ranks=2, deepspeed=zero3, **settings)]
+    for ours, theirs in zip(*map(losses, runs), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-4)
+    for file in ("model.safetensors", "checkpoint-2/model.safetensors", "checkpoint-2/lora.safetensors"):
+        theirs, ours = (load_file(folder / "runs" / "x" / "mdflash" / file) for folder in folders)
+        assert ours.keys() == theirs.keys()
+        for key, tensor in ours.items():
+            torch.testing.assert_close(tensor, theirs[key], rtol=1e-3, atol=1e-4)
 
 
 def test_zero_learning_rate_changes_no_bit(project, tmp_path):
