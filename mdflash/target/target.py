@@ -90,18 +90,23 @@ class Target:
         cache=None,
         mask: Tensor | None = None,
     ) -> TargetOutput:
-        """One pass over ids [B, Q]. Without a cache the rows are right-padded texts (causal, pads are never seen).
+        """One pass over ids [B, Q]. Without a cache the rows are right-padded texts (causal, pads are never seen), or texts
+        packed behind one another whose positions [B, Q] restart at 0: a token then sees its own text alone.
 
         taps: layer ids to record. cache: a `SlotCache`, with positions [B, Q] and a boolean mask [B, 1, Q, S]. Only the
         tapped outputs are kept, never all hidden states, and no logits are made.
         """
-        extra = {}
+        shape, extra = ids_BQ.shape, {}
         if cache is not None:
             extra = {"position_ids": positions_BQ, self._cache_argument: cache, "attention_mask": mask}
+        elif positions_BQ is not None:
+            if "flash" in self.config._attn_implementation:  # it reads restarts in a batch of one only
+                ids_BQ, positions_BQ = ids_BQ.reshape(1, -1), positions_BQ.reshape(1, -1)
+            extra = {"position_ids": positions_BQ}
         with self._recording(taps) as recorded:
             out = self.decoder(input_ids=ids_BQ, use_cache=cache is not None, **extra)
-        features = torch.cat([recorded[tap] for tap in taps], dim=-1) if taps else None
-        return TargetOutput(out.last_hidden_state, features)
+        features = torch.cat([recorded[tap].view(*shape, -1) for tap in taps], dim=-1) if taps else None
+        return TargetOutput(out.last_hidden_state.view(*shape, -1), features)
 
     def features(self, ids_BQ: Tensor, taps: Sequence[int]) -> Tensor:
         """Features [B, Q, L*C] of texts [B, Q]: the outputs of the tapped layers, concatenated in the taps' order."""
