@@ -118,8 +118,8 @@ class StageSection:
             independent windows: starts drawn for every k.
         windows: layout of the mdflash stage: trees (the windows of one start, k = 1..d+1, share their anchors, as in
             decoding) or independent (every window has its own start and anchors; as many for every k).
-        packing: short texts of a micro-batch share rows of up to max_length tokens instead of being padded to the longest;
-            none sees another, and loss and gradients stay the same.
+        packing: the texts of a micro-batch share rows of up to max_length tokens instead of being padded to the longest; none
+            sees another, and loss and gradients stay the same. For FlexAttention: dense attention pays for every pair of texts.
         max_length: texts are cut at this many tokens.
         bf16: compute in bf16 under fp32 masters; false computes in fp32.
         attention: auto (FlexAttention on GPUs), flex or dense.

@@ -149,10 +149,12 @@ def datasets(
     settings = recipe.settings()
     chat = Chat(target.tokenizer, target.stop_ids, recipe.target.thinking)
     parts = []
-    for part in conversations:
+    if settings.packing:
+        target.check_packing()
+    # held-out texts stay padded: evaluation attends densely
+    for part, pack_to in zip(conversations, (settings.max_length if settings.packing else 0, 0), strict=True):
         samples, empty = texts_of(chat, part, settings.max_length)
         print(f"{len(samples)} texts, {sum(s.supervised for s in samples)} supervised tokens, {empty} without any")
-        pack_to = settings.max_length if settings.packing else 0
         parts.append(WindowDataset(samples, layouts, settings.starts_per_text, settings.seed, pack_to))
     turns = (takewhile(lambda message: message["role"] != "assistant", row["messages"]) for row in conversations[1])
     prompts = [chat.prompt(list(messages)) for messages in turns]

@@ -112,6 +112,17 @@ class Target:
         """Features [B, Q, L*C] of texts [B, Q]: the outputs of the tapped layers, concatenated in the taps' order."""
         return self.forward(ids_BQ.to(self.device), taps).features
 
+    def check_packing(self) -> None:
+        """Raise ValueError where a packed pass is not the texts' own passes (a model that ignores restarting positions)."""
+        ids = torch.arange(1, 9, device=self.device)[None] % self.config.vocab_size
+        positions = torch.arange(4, device=self.device).repeat(1, 2)
+        packed, alone = self.forward(ids, (), positions).hidden[:, 4:].float(), self.forward(ids[:, 4:]).hidden.float()
+        error = ((packed - alone).norm() / alone.norm()).item()
+        if error > 0.05:  # rounding stays far below, another text in sight far above
+            raise ValueError(
+                f"{type(self.model).__name__} lets packed texts see each other (error {error:.2g}): set packing: false"
+            )
+
     @contextmanager
     def _recording(self, taps: Sequence[int]):
         layers, recorded, hooks = self.decoder.layers, {}, []

@@ -151,6 +151,15 @@ def test_a_packed_target_pass_equals_separate_ones(family, attention, monkeypatc
         torch.testing.assert_close(states[at : at + len(text.ids)], alone.hidden[0], atol=1e-5, rtol=1e-5)
 
 
+def test_a_target_that_mixes_packed_texts_is_refused(monkeypatch):
+    target = make_target()
+    target.check_packing()
+    forward = target.decoder.forward
+    monkeypatch.setattr(target.decoder, "forward", lambda position_ids=None, **rest: forward(**rest))
+    with pytest.raises(ValueError, match="see each other"):
+        target.check_packing()
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.no_grad()
 def test_a_window_of_any_layout_equals_the_window_alone(name, target):
@@ -209,3 +218,18 @@ def test_dense_equals_flex_on_joined_packed_rows():
     query, key = torch.arange(R)[:, None], torch.arange(context + R)[None]
     assert torch.equal(block.mask_mod(torch.tensor(0), torch.tensor(0), query, key), dense)
     assert dense.any(1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_packed_flex_training_equals_padded_on_a_gpu(name):
+    target = make_target(hidden=64)
+    target.model.to("cuda")
+    module, figures = module_for(target, LAYOUTS[name]).to("cuda"), []
+    module.drafter.attention = "flex"
+    for pack_to in (0, 50, 1000):
+        inputs = {key: value.to("cuda") for key, value in batch(LAYOUTS[name], pack_to).items()}
+        figures.append(loss_and_gradients(module, inputs))
+    for loss, gradients in figures[1:]:
+        assert loss == pytest.approx(figures[0][0], rel=1e-4)
+        torch.testing.assert_close(gradients, figures[0][1], atol=2e-3, rtol=2e-3)

@@ -81,15 +81,15 @@ def losses(record: dict) -> list[tuple[float, float]]:
 
 @pytest.mark.slow
 def test_global_batch_is_normalised_exactly(project, tmp_path):
-    """8x1, 2x4 and two ranks over gloo (ZeRO-3, decoding held-out prompts midway): the same loss and gradient norm. The last
-    global batch is padded, not dropped."""
+    """8x1 with padded texts, 2x4 and two ranks over gloo (ZeRO-3, decoding held-out prompts midway) with packed ones: the same
+    loss and gradient norm. The last global batch is padded, not dropped."""
     zero3 = {"deepspeed": str(ROOT / "recipes" / "deepspeed" / "zero3.json"), "eval_steps": 2}
     runs = [
         train(
             fresh(project, tmp_path / name), ranks=ranks, micro_batch_size=micro, max_steps=5, loss_rows=rows, **engine
         )
         for name, ranks, micro, rows, engine in (
-            ("whole", 1, 8, 4096, {}),
+            ("whole", 1, 8, 4096, {"packing": False}),
             ("accumulated", 1, 2, 12, {}),
             ("ranks", 2, 2, 12, zero3),
         )
