@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,11 +23,13 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from mdflash import MDFlashModel, Target
 from mdflash.chat import Sample
-from mdflash.drafter import Layout, MDFlashConfig
+from mdflash.drafter import Layout
+from mdflash.drafter.tree import WINDOWS
 from mdflash.recipe import Recipe, read_recipe
+from mdflash.target import TargetOutput
 from mdflash.target.target import resolve_attention
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, MDFlashTrainer, WindowDataset
-from mdflash.training.flops import count, drafter_part
+from mdflash.training.flops import TARGET_PARTS, count, drafter_part
 from mdflash.training.fused import FusedWindowLoss
 from mdflash.training.plan import drafter_config, measured_tflops, target_config
 from mdflash.training.run import training_arguments
@@ -42,21 +44,21 @@ def main(args: list[str] | None = None) -> None:
     recipe, values = read_recipe(args, __doc__.splitlines()[0], extra=arguments)
     if not torch.cuda.is_available():
         sys.exit("error: no GPU here: this measures training speed, run it on one")
-    output, engine_steps = Path(values.output), values.engine_steps
     config = target_config(recipe, values.target_config)
     command = ["python", "-m", "eval.training_speed", *(sys.argv[1:] if args is None else args)]
-    if engine_steps:
-        found = engine_figures(recipe, config, engine_steps)
-    else:
-        found = step_figures(recipe, config) | {
-            "command": " ".join(portable(word) for word in command),
-            "revision": revision(),
-            "versions": versions(),
-            "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-            "recipe": recipe.name,
-        }
-    if os.environ.get("RANK", "0") == "0":
-        merge(output, found)
+    made_by = {
+        "command": " ".join(portable(word) for word in command),
+        "revision": revision(),
+        "versions": versions(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "recipe": recipe.name,
+    }
+    pieces = (
+        [engine_figures(recipe, config, values.engine_steps)] if values.engine_steps else step_figures(recipe, config)
+    )
+    for found in pieces:
+        if os.environ.get("RANK", "0") == "0":
+            merge(Path(values.output), found if values.engine_steps else made_by | found)
 
 
 def arguments(parser) -> None:
@@ -84,7 +86,7 @@ def merge(output: Path, found: dict) -> None:
         }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(held, indent=1) + "\n")
-    print(json.dumps({name: value for name, value in held.items() if not isinstance(value, dict | list)}, indent=1))
+    print(f"{time.process_time():.0f} s of work:", json.dumps(found), flush=True)
 
 
 # ---- the step ----
@@ -98,17 +100,16 @@ def random_module(recipe: Recipe, config, device: torch.device) -> DrafterForTra
         attention = resolve_attention(recipe.target.attn_implementation, device, torch.bfloat16)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
         target = Target(model)
-        drafter_shape: MDFlashConfig = drafter_config(recipe, config)
-        drafter = MDFlashModel(drafter_shape)
+        drafter = MDFlashModel(drafter_config(recipe, config))
     drafter.embed_tokens.weight.data = target.embed_tokens.weight.data.clone()
     drafter.lm_head.weight.data = target.lm_head.weight.data.clone()
     frozen_heads = recipe.stage == "mdflash"
     drafter.freeze(heads=frozen_heads).train().compile_layers()
     target.compile_layers()
     d = drafter.draft_length
-    layout = Layout.tree(d) if frozen_heads else Layout.serial(d)
+    layouts = WINDOWS[settings.windows](d) if frozen_heads else (Layout.serial(d),)
     module = DrafterForTraining(
-        drafter.cast(torch.float32), target, layout, STAGE_WEIGHTS[recipe.stage], settings.loss_rows, settings.bf16
+        drafter.cast(torch.float32), target, layouts, STAGE_WEIGHTS[recipe.stage], settings.loss_rows, settings.bf16
     )
     torch.cuda.empty_cache()
     return module.train()
@@ -116,28 +117,32 @@ def random_module(recipe: Recipe, config, device: torch.device) -> DrafterForTra
 
 def random_batch(module: DrafterForTraining, recipe: Recipe, length: int) -> dict[str, torch.Tensor]:
     """One micro-batch of full texts whose windows all have labels."""
-    settings, layout, vocabulary = recipe.settings(), module.layout, module.drafter.config.vocab_size
+    settings, vocabulary = recipe.settings(), module.drafter.config.vocab_size
     texts = settings.micro_batch_size
     samples = [
         Sample(str(i), tuple(torch.randint(vocabulary, (length,)).tolist()), ((1, length),)) for i in range(texts)
     ]
-    dataset = WindowDataset(samples, layout, settings.starts_per_text, 0)
+    dataset = WindowDataset(samples, module.layouts, settings.starts_per_text, 0)
     return {name: tensor.cuda() for name, tensor in dataset.collate([dataset[(0, i)] for i in range(texts)]).items()}
 
 
-def step_figures(recipe: Recipe, config) -> dict:
-    """All figures of one GPU."""
-    device = torch.device("cuda")
+def step_figures(recipe: Recipe, config) -> Iterator[dict]:
+    """All figures of one GPU, piece by piece."""
     rate = measured_tflops()
-    module = random_module(recipe, config, device)
+    module = random_module(recipe, config, torch.device("cuda"))
     settings, length = recipe.settings(), recipe.settings().max_length
-    batch = random_batch(module, recipe, length)
-    texts = settings.micro_batch_size
-    flops = count(
-        config, module.drafter.config, module.layout, length, batch["start"].flatten().tolist()[: settings.starts_per_text]
-    )  # fmt: skip
-    trained = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+    batch, texts = random_batch(module, recipe, length), settings.micro_batch_size
+    flops = text_flops(module, config, length, batch["start"][0])
+    accumulation = settings.global_batch_size // texts
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-6, fused=True)
+    yield {
+        "shape": {
+            "length": length, "windows_per_text": settings.starts_per_text * sum(len(x.branches) for x in module.layouts),
+            "micro_batch": texts, "windows": settings.windows, "stage": recipe.stage, "accumulation": accumulation,
+        },
+        "matmul_tflops_measured": round(rate, 1),
+        "tflop_per_text": {name: round(value / 1e12, 3) for name, value in flops.items()},
+    }  # fmt: skip
 
     def micro_step() -> None:
         (module(**batch) / 1000).backward()
@@ -146,6 +151,9 @@ def step_figures(recipe: Recipe, config) -> dict:
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
+    def share(part: float, ms: float) -> float:
+        return round(texts * part / (ms / 1e3) / (rate * 1e12), 4)
+
     began = time.perf_counter()
     micro_step()
     torch.cuda.synchronize()
@@ -153,42 +161,38 @@ def step_figures(recipe: Recipe, config) -> dict:
     update()
     torch.cuda.reset_peak_memory_stats()
     step_ms, update_ms = median_ms(micro_step), median_ms(update, 5)
-    peak_gb = torch.cuda.max_memory_allocated() / 1e9
-    with stored_target(module, batch):
-        drafter_ms = median_ms(micro_step)
-        profile = kernel_table(micro_step)
-    target = module._target[0]
-    target_ms = median_ms(lambda: target.forward(batch["ids"], module.drafter.config.target_layer_ids))
-    accumulation = settings.global_batch_size // texts
     whole_ms = step_ms + update_ms / accumulation
-
-    def share(part: float, ms: float) -> float:
-        return round(texts * part / (ms / 1e3) / (rate * 1e12), 4)
-
-    figures = {
-        "shape": {
-            "length": length, "windows_per_text": settings.starts_per_text * len(module.layout.branches),
-            "micro_batch": texts, "windows": "trees", "stage": recipe.stage, "accumulation": accumulation,
-        },
-        "matmul_tflops_measured": round(rate, 1),
-        "tflop_per_text": {name: round(value / 1e12, 3) for name, value in flops.items()},
-        "ms": {
-            "micro_step": step_ms, "optimizer_update": update_ms, "target_forward": target_ms, "drafter": drafter_ms,
-            "first_step_s": round(first_step_s, 1),
-        },
+    peak_gb = torch.cuda.max_memory_allocated() / 1e9
+    yield {
         "matmul_share": share(sum(flops.values()), whole_ms),
         "matmul_share_update_every_step": share(sum(flops.values()), step_ms + update_ms),
-        "target_matmul_share": share(flops["target_layers"] + flops["target_attention"], target_ms),
-        "drafter_matmul_share": share(drafter_part(flops), drafter_ms),
         "samples_per_s": round(texts / whole_ms * 1e3, 3),
         "tokens_per_s": round(texts * length / whole_ms * 1e3),
         "peak_gb": round(peak_gb, 2),
-        "drafter_kernels_ms": profile,
-    }  # fmt: skip
-    optimizer.zero_grad(set_to_none=True)
-    figures |= loss_figures(module)
-    figures["recompiles"] = recompiles(module, recipe)
-    return figures
+        "ms": {"micro_step": step_ms, "optimizer_update": update_ms, "first_step_with_compilation": first_step_s * 1e3},
+    }
+    target = module._target[0]
+    target_ms = median_ms(lambda: target.forward(batch["ids"], module.drafter.config.target_layer_ids))
+    with stored_target(module, length):
+        drafter_ms = median_ms(micro_step)
+        yield {
+            "target_matmul_share": share(flops["target_layers"] + flops["target_attention"], target_ms),
+            "drafter_matmul_share": share(drafter_part(flops), drafter_ms),
+            "ms": {"target_forward": target_ms, "drafter": drafter_ms},
+            "drafter_kernels_ms": kernel_table(micro_step),
+        }
+        yield {"target_kernels_ms": kernel_table(lambda: Target.forward(target, batch["ids"], (0,)))}
+        optimizer.zero_grad(set_to_none=True)
+        yield loss_figures(module)
+        yield {"recompiles": recompiles(module, recipe)}
+
+
+def text_flops(module: DrafterForTraining, config, length: int, starts: torch.Tensor) -> dict[str, int]:
+    """`count` over all layouts; the target's pass and the context are there once."""
+    columns = zip(module.layouts, starts.chunk(len(module.layouts)), strict=True)
+    parts = [count(config, module.drafter.config, layout, length, column.tolist()) for layout, column in columns]
+    once = (*TARGET_PARTS, "context_forward", "context_backward")
+    return {name: parts[0][name] if name in once else sum(part[name] for part in parts) for name in parts[0]}
 
 
 def median_ms(work: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -206,11 +210,18 @@ def median_ms(work: Callable[[], object], repeats: int = REPEATS) -> float:
 
 
 @contextmanager
-def stored_target(module: DrafterForTraining, batch: dict):
-    """Inside, the module finds the target's output ready: what remains is the drafter's own part."""
+def stored_target(module: DrafterForTraining, length: int):
+    """Inside, the module finds the target's output ready, for any text of up to `length` tokens: what remains is the
+    drafter's own part."""
     target = module._target[0]
-    seen = target.forward(batch["ids"], module.drafter.config.target_layer_ids)
-    target.forward = lambda *args, **kwargs: seen
+    ids = torch.zeros(1, length, dtype=torch.long, device=target.device)
+    seen = target.forward(ids, module.drafter.config.target_layer_ids)
+
+    def stored(ids_BT, *args):
+        B, T = ids_BT.shape
+        return TargetOutput(seen.hidden[:, :T].expand(B, T, -1), seen.features[:, :T].expand(B, T, -1))
+
+    target.forward = stored
     try:
         yield
     finally:
@@ -307,7 +318,7 @@ def engine_figures(recipe: Recipe, config, steps: int) -> dict:
                ((1, settings.max_length),))
         for i in range(settings.global_batch_size)
     ]  # fmt: skip
-    dataset = WindowDataset(samples, module.layout, settings.starts_per_text, settings.seed)
+    dataset = WindowDataset(samples, module.layouts, settings.starts_per_text, settings.seed)
     times = StepTimes()
     with tempfile.TemporaryDirectory() as folder:
         arguments_ = training_arguments(settings, Path(folder), len(samples), "speed")

@@ -142,7 +142,12 @@ class StageSection:
         max_steps: optimizer steps; 0 goes by epochs.
         global_batch_size: texts per optimizer step over all ranks and accumulation.
         micro_batch_size: texts per rank and forward.
-        starts_per_text: starts p drawn in a text; each costs a whole tree (or one k=0 window in the dspark stage).
+        starts_per_text: starts p drawn in a text; each costs a whole tree (or one k=0 window in the dspark stage). With
+            independent windows: starts drawn for every k.
+        windows: layout of the mdflash stage: trees (the windows of one start, k = 1..d+1, share their anchors, as in
+            decoding) or independent (every window has its own start and anchors; as many for every k).
+        packing: the texts of a micro-batch share rows of up to max_length tokens instead of being padded to the longest; none
+            sees another, and loss and gradients stay the same. For FlexAttention: dense attention pays for every pair of texts.
         max_length: texts are cut at this many tokens.
         bf16: compute in bf16 under fp32 masters; false computes in fp32.
         attention: auto (FlexAttention on GPUs), flex or dense.
@@ -166,6 +171,8 @@ class StageSection:
     global_batch_size: int = 128
     micro_batch_size: int = 1
     starts_per_text: int = 32
+    windows: Literal["trees", "independent"] = "trees"
+    packing: bool = True
     max_length: int = 4096
     bf16: bool = True
     attention: Literal["auto", "flex", "dense"] = "auto"

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -20,6 +21,7 @@ from mdflash import MDFlashModel, Target, decode, load_drafter, load_target
 from mdflash.chat import Chat, texts_of
 from mdflash.conversations import read_conversations, split_held_out
 from mdflash.drafter import Layout
+from mdflash.drafter.tree import WINDOWS, anchor_counts
 from mdflash.recipe import Recipe, StageSection, read_recipe, resolved
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, MDFlashTrainer, WindowDataset, bootstrap
 from mdflash.training.checkpoints import write_whole
@@ -54,11 +56,11 @@ def run(recipe: Recipe) -> None:
     conversations = split_held_out(read_conversations(recipe.answers_file), recipe.data.held_out)
     device = training_device()
     target = load_frozen_target(recipe, device)
-    drafter, layout = starting_point(recipe, target)
+    drafter, layouts = starting_point(recipe, target)
     dtype = drafter.dtype
-    train, held_out, prompts = datasets(recipe, target, layout, conversations)
     frozen = partial(frozen_part, heads=stage == "mdflash", lora=settings.lora)
     frozen_before = hashes(frozen(drafter.state_dict()).items())
+    train, held_out, prompts = datasets(recipe, target, layouts, conversations)
     target_before = hashes(target.model.named_parameters())
 
     drafter.cast(torch.float32).freeze(heads=stage == "mdflash").attention = settings.attention
@@ -67,7 +69,7 @@ def run(recipe: Recipe) -> None:
     module = DrafterForTraining(
         drafter,
         target,
-        layout,
+        layouts,
         STAGE_WEIGHTS[stage],
         settings.loss_rows,
         target.dtype == torch.bfloat16 or (settings.bf16 and device.type == "cuda"),
@@ -90,7 +92,7 @@ def run(recipe: Recipe) -> None:
         check_unchanged(frozen_before, hashes(frozen(written.state_dict()).items()), "drafter")
         check_unchanged(target_before, hashes(target.model.named_parameters()), "target")
         record = {
-            "stage": stage, "recipe": resolved(recipe), "layout_anchor_counts": list(layout.branches), "metrics": metrics,
+            "stage": stage, "recipe": resolved(recipe), "layout_anchor_counts": anchor_counts(layouts), "metrics": metrics,
             "steps": trainer.state.global_step, "seconds": round(seconds, 1), "texts": len(train),
             "ranks": arguments.world_size, "device": device_name(device), "frozen_sha256": frozen_before,
             "loss_curve": [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry],
@@ -124,15 +126,15 @@ def load_frozen_target(recipe: Recipe, device: torch.device) -> Target:
     return load_target(section.path, section.dtype, device, section.revision, section.attn_implementation, **gguf)
 
 
-def starting_point(recipe: Recipe, target: Target) -> tuple[MDFlashModel, Layout]:
+def starting_point(recipe: Recipe, target: Target) -> tuple[MDFlashModel, tuple[Layout, ...]]:
     """The drafter before its first step, and the windows its stage trains."""
     if recipe.stage == "mdflash":
         revision = recipe.drafter.base_revision if recipe.drafter.base else None
         drafter = load_drafter(recipe.base_drafter, device=target.device, revision=revision)
         drafter.config.mdflash_config = mdflash_block(recipe, target, drafter)
-        return drafter, Layout.tree(drafter.draft_length)
+        return drafter, WINDOWS[recipe.mdflash.windows](drafter.draft_length)
     drafter = bootstrap(target, recipe.drafter, recipe.stage, recipe.dspark.seed)
-    return drafter.cast(target.dtype), Layout.serial(drafter.draft_length)
+    return drafter.cast(target.dtype), (Layout.serial(drafter.draft_length),)
 
 
 def mdflash_block(recipe: Recipe, target: Target, drafter: MDFlashModel) -> dict:
@@ -155,16 +157,19 @@ def mdflash_block(recipe: Recipe, target: Target, drafter: MDFlashModel) -> dict
 
 
 def datasets(
-    recipe: Recipe, target: Target, layout: Layout, conversations: tuple[list[dict], list[dict]]
+    recipe: Recipe, target: Target, layouts: Sequence[Layout], conversations: tuple[list[dict], list[dict]]
 ) -> tuple[WindowDataset, WindowDataset, list[list[int]]]:
     """Training and held-out windows, and held-out prompts for the acceptance length."""
     settings = recipe.settings()
     chat = Chat(target.tokenizer, target.stop_ids, recipe.target.thinking)
     parts = []
-    for part in conversations:
+    if settings.packing:
+        target.check_packing()
+    # held-out texts stay padded: evaluation attends densely
+    for part, pack_to in zip(conversations, (settings.max_length if settings.packing else 0, 0), strict=True):
         samples, empty = texts_of(chat, part, settings.max_length)
         print(f"{len(samples)} texts, {sum(s.supervised for s in samples)} supervised tokens, {empty} without any")
-        parts.append(WindowDataset(samples, layout, settings.starts_per_text, settings.seed))
+        parts.append(WindowDataset(samples, layouts, settings.starts_per_text, settings.seed, pack_to))
     turns = (takewhile(lambda message: message["role"] != "assistant", row["messages"]) for row in conversations[1])
     prompts = [chat.prompt(list(messages)) for messages in turns]
     return parts[0], parts[1], prompts[: settings.eval_requests]

@@ -64,11 +64,13 @@ class MDFlashModel(PreTrainedModel):
         """Width F of one position's features: taps * hidden."""
         return self.fc.in_features
 
-    def forward(self, features_BTF: Tensor, rows: Rows) -> Tensor:
-        """Hidden states [B, R, C] (after the final norm) of the rows, given features of positions 0..T-1."""
+    def forward(self, features_BTF: Tensor, rows: Rows, positions_BT: Tensor | None = None) -> Tensor:
+        """Hidden states [B, R, C] (after the final norm) of the rows, given features of positions 0..T-1 (or, of packed
+        texts, of `positions_BT`)."""
         B, T = features_BTF.shape[:2]
-        positions = torch.arange(T, device=features_BTF.device).expand(B, T)
-        return self.forward_rows(rows, self.project_context(features_BTF, positions), self.mask(rows, T))
+        if positions_BT is None:
+            positions_BT = torch.arange(T, device=features_BTF.device).expand(B, T)
+        return self.forward_rows(rows, self.project_context(features_BTF, positions_BT), self.mask(rows, T))
 
     def project_context(self, features_BTF: Tensor, positions_BT: Tensor) -> list[ContextKV]:
         """Each layer's keys and values of RMSNorm(fc(features)) at the given positions."""

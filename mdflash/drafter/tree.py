@@ -1,7 +1,7 @@
 """Windows, the DPara tree and who sees whom: the one rule, its dense mask and its FlexAttention mask.
 
 Shape suffixes here and in the other tensor files:
-B requests or texts · T context positions · R rows · N trees of one text · V vocabulary · F feature width ·
+B requests or texts · T context positions · R rows · N trees of one text · W windows · V vocabulary · F feature width ·
 H heads · C channels (hidden size) · d draft length
 
 Every mode is the same window (docs/method.md): features at positions < p, then k
@@ -13,7 +13,8 @@ is a spine of anchors and one branch of d slots per anchor count k.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -53,6 +54,11 @@ class Layout:
         """The DPara tree: spine t_0..t_d and a branch for each accepted count r = 0..d (k = r+1)."""
         return cls(d + 1, tuple(range(1, d + 2)), d)
 
+    @classmethod
+    def single(cls, k: int, d: int) -> "Layout":
+        """One M-DFlash window on its own: k anchors and its d slots."""
+        return cls(k, (k,), d)
+
     @property
     def rows(self) -> int:
         return self.spine + len(self.branches) * self.d
@@ -81,46 +87,70 @@ class Layout:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of N trees for each of B texts, flattened to R_total = N * layout.rows.
+    """Rows of trees for each of B contexts; a context is one text, or several packed behind one another.
 
-    Attributes (int64 [B, R_total]): ids, position (absolute), start (p of the row's tree: features below it are
-    visible), tree (which tree the row belongs to), seen and branch (see Layout). layout: the trees' common layout.
+    Attributes (int64 [B, R]): ids, position (in the row's own text), start (p of the row's tree: features below it are
+    visible), first (the context column of its text's position 0), tree (which tree the row belongs to), seen and branch
+    (see Layout). groups: layout and number of its trees, in the order of the rows.
     """
 
     ids: Tensor
     position: Tensor
     start: Tensor
+    first: Tensor
     tree: Tensor
     seen: Tensor
     branch: Tensor
-    layout: Layout
+    groups: tuple[tuple[Layout, int], ...]
 
     @classmethod
-    def build(cls, layout: Layout, start_BN: Tensor, ids_BNR: Tensor) -> "Rows":
-        """Place `layout` at every start. start_BN: p of each tree; ids_BNR: its row ids (`Layout.token_ids`)."""
+    def build(cls, layout: Layout, start_BN: Tensor, ids_BNR: Tensor, first_BN: Tensor | None = None) -> "Rows":
+        """Place `layout` at every start. start_BN: p of each tree; ids_BNR: its row ids (`Layout.token_ids`); first_BN: the
+        column at which its text begins in the context (None: 0, texts are not packed)."""
         B, N = start_BN.shape
 
         def per_row(values: list[int]) -> Tensor:
             row = torch.tensor(values, device=start_BN.device)
             return row.expand(B, N, layout.rows).flatten(1)
 
-        start = start_BN[..., None].expand(B, N, layout.rows).flatten(1)
-        tree = torch.arange(N, device=start_BN.device)[:, None].expand(B, N, layout.rows).flatten(1)
+        def per_tree(values_BN: Tensor) -> Tensor:
+            return values_BN[..., None].expand(B, N, layout.rows).flatten(1)
+
+        start = per_tree(start_BN)
         return cls(
             ids=ids_BNR.flatten(1),
             position=start + per_row(layout.offset),
             start=start,
-            tree=tree,
+            first=torch.zeros_like(start) if first_BN is None else per_tree(first_BN),
+            tree=per_tree(torch.arange(N, device=start_BN.device).expand(B, N)),
             seen=per_row(layout.seen),
             branch=per_row(layout.branch),
-            layout=layout,
+            groups=((layout, N),),
         )
 
-    def branches(self, hidden_BRC: Tensor) -> Tensor:
-        """The slots' part of a per-row tensor: [B, R, ...] -> [B, N, branches, d, ...]; anchors are dropped."""
-        B, layout = hidden_BRC.shape[0], self.layout
-        per_tree = hidden_BRC.unflatten(1, (-1, layout.rows))[:, :, layout.spine :]
-        return per_tree.reshape(B, per_tree.shape[1], len(layout.branches), layout.d, *hidden_BRC.shape[2:])
+    @classmethod
+    def join(cls, parts: Sequence["Rows"]) -> "Rows":
+        """Rows of several layouts over the same contexts, part behind part; their trees stay distinct."""
+        before = [0, *accumulate(count for part in parts for _, count in part.groups)]
+        parts = [replace(part, tree=part.tree + trees) for part, trees in zip(parts, before, strict=False)]
+        tensors = [field.name for field in fields(cls) if field.name != "groups"]
+        joined = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in tensors}
+        return cls(**joined, groups=tuple(group for part in parts for group in part.groups))
+
+    def windows(self, x_BR: Tensor) -> Tensor:
+        """The slots' part of a per-row tensor, window by window: [B, R, ...] -> [B, W, d, ...]; anchors are dropped. Windows
+        run group by group, tree by tree, branch by branch."""
+        parts = x_BR.split([layout.rows * count for layout, count in self.groups], dim=1)
+        slots = [
+            part.unflatten(1, (count, layout.rows))[:, :, layout.spine :].flatten(1, 2).unflatten(1, (-1, layout.d))
+            for part, (layout, count) in zip(parts, self.groups, strict=True)
+        ]
+        return torch.cat(slots, dim=1)
+
+    def branches(self, x_BR: Tensor) -> Tensor:
+        """`windows` of rows of one layout, by tree: [B, R, ...] -> [B, N, branches, d, ...]."""
+        ((layout, count),) = self.groups
+        return self.windows(x_BR).unflatten(1, (count, len(layout.branches)))
 
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -129,8 +159,8 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def visibility(rows: Rows, context_length: int) -> Rule:
     """THE visibility rule over keys [context ; rows], as a FlexAttention `mask_mod(b, h, query, key)`.
 
-    A row sees the features below its tree's start, the first `seen` anchors of its own tree, and all d slots of its own
-    branch; nothing else (docs/method.md). A context column's index is its position.
+    A row sees its own text's features below its tree's start, the first `seen` anchors of its own tree, and all d slots
+    of its own branch; nothing else (docs/method.md). A context column's index is its position, counted from `first`.
     """
 
     def rule(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -141,7 +171,9 @@ def visibility(rows: Rows, context_length: int) -> Rule:
         anchor_index = rows.position[b, other] - rows.start[b, other]
         sees_anchor = is_anchor & (anchor_index < rows.seen[b, query])
         sees_slot = ~is_anchor & (rows.branch[b, other] == rows.branch[b, query])
-        return torch.where(in_context, key < rows.start[b, query], same_tree & (sees_anchor | sees_slot))
+        first = rows.first[b, query]
+        sees_feature = (first <= key) & (key < first + rows.start[b, query])
+        return torch.where(in_context, sees_feature, same_tree & (sees_anchor | sees_slot))
 
     return rule
 
@@ -161,6 +193,13 @@ def flex_mask(rows: Rows, context_length: int) -> BlockMask:
     B, R = rows.ids.shape
     make = compiled_create_block_mask if rows.ids.is_cuda else create_block_mask
     return make(visibility(rows, context_length), B, None, R, context_length + R, device=rows.ids.device)
+
+
+# The training setting `windows`: how the mdflash stage lays out its windows of k = 1..d+1 anchors.
+WINDOWS: dict[str, Callable[[int], tuple[Layout, ...]]] = {
+    "trees": lambda d: (Layout.tree(d),),
+    "independent": lambda d: tuple(Layout.single(k, d) for k in range(1, d + 2)),
+}
 
 
 def anchor_counts(layouts: Sequence[Layout]) -> list[int]:

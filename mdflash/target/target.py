@@ -97,22 +97,38 @@ class Target:
         cache=None,
         mask: Tensor | None = None,
     ) -> TargetOutput:
-        """One pass over ids [B, Q]. Without a cache the rows are right-padded texts (causal, pads are never seen).
+        """One pass over ids [B, Q]. Without a cache the rows are right-padded texts (causal, pads are never seen), or texts
+        packed behind one another whose positions [B, Q] restart at 0: a token then sees its own text alone.
 
         taps: layer ids to record. cache: a `SlotCache`, with positions [B, Q] and a boolean mask [B, 1, Q, S]. Only the
         tapped outputs are kept, never all hidden states, and no logits are made.
         """
-        extra = {}
+        shape, extra = ids_BQ.shape, {}
         if cache is not None:
             extra = {"position_ids": positions_BQ, self._cache_argument: cache, "attention_mask": mask}
+        elif positions_BQ is not None:
+            if "flash" in self.config._attn_implementation:  # it reads restarts in a batch of one only
+                ids_BQ, positions_BQ = ids_BQ.reshape(1, -1), positions_BQ.reshape(1, -1)
+            extra = {"position_ids": positions_BQ}
         with self._recording(taps) as recorded, self._fast_layers(cache is None):
             out = self.decoder(input_ids=ids_BQ, use_cache=cache is not None, **extra)
-        features = torch.cat([recorded[tap] for tap in taps], dim=-1) if taps else None
-        return TargetOutput(out.last_hidden_state, features)
+        features = torch.cat([recorded[tap].view(*shape, -1) for tap in taps], dim=-1) if taps else None
+        return TargetOutput(out.last_hidden_state.view(*shape, -1), features)
 
     def features(self, ids_BQ: Tensor, taps: Sequence[int]) -> Tensor:
         """Features [B, Q, L*C] of texts [B, Q]: the outputs of the tapped layers, concatenated in the taps' order."""
         return self.forward(ids_BQ.to(self.device), taps).features
+
+    def check_packing(self) -> None:
+        """Raise ValueError where a packed pass is not the texts' own passes (a model that ignores restarting positions)."""
+        ids = torch.arange(1, 9, device=self.device)[None] % self.config.vocab_size
+        positions = torch.arange(4, device=self.device).repeat(1, 2)
+        packed, alone = self.forward(ids, (), positions).hidden[:, 4:].float(), self.forward(ids[:, 4:]).hidden.float()
+        error = ((packed - alone).norm() / alone.norm()).item()
+        if error > 0.05:  # rounding stays far below, another text in sight far above
+            raise ValueError(
+                f"{type(self.model).__name__} lets packed texts see each other (error {error:.2g}): set packing: false"
+            )
 
     @contextmanager
     def _recording(self, taps: Sequence[int]):

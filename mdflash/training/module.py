@@ -1,5 +1,7 @@
 """What the training engine wraps: the drafter, with the frozen target beside it but outside its parameters."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -27,58 +29,65 @@ class DrafterForTraining(nn.Module):
     """
 
     def __init__(
-        self, drafter: MDFlashModel, target: Target, layout: Layout, weights: LossWeights, loss_rows: int, bf16: bool
-    ):
+        self, drafter: MDFlashModel, target: Target, layouts: Sequence[Layout], weights: LossWeights, loss_rows: int,
+        bf16: bool,
+    ):  # fmt: skip
         super().__init__()
         self._check_same_embeddings(drafter, target)
         self.drafter = drafter
         self.drafter.embed_tokens, self.drafter.lm_head = Lent(target.embed_tokens), Lent(target.lm_head)
         self._target = (target,)
-        self.layout, self.weights, self.loss_rows, self.bf16 = layout, weights, loss_rows, bf16
+        self.layouts, self.weights, self.loss_rows, self.bf16 = layouts, weights, loss_rows, bf16
 
-    def forward(self, ids: Tensor, start: Tensor, weight: Tensor) -> Tensor:
-        """ids [B, T], start [B, N], weight m·w [B, N, b, d] -> Σ m_i w_i loss_i, fp32 scalar."""
+    def forward(
+        self, ids: Tensor, start: Tensor, weight: Tensor, first: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """A batch of `WindowDataset.collate`, packed (with `first` and `positions`) or not -> Σ m_i w_i loss_i, fp32 scalar."""
         target = self._target[0]
+
+        def in_contexts(x_BT: Tensor) -> Tensor:  # packed: the rows of tokens, one behind the other, are one context
+            return x_BT.reshape(len(start), -1, *x_BT.shape[2:])
+
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.bf16):
             # 1. features of every position and the teacher's final-norm states, from one frozen pass
-            seen = target.forward(ids, self.drafter.config.target_layer_ids)
+            seen = target.forward(ids, self.drafter.config.target_layer_ids, positions)
+            ids, features, states = in_contexts(ids), in_contexts(seen.features), in_contexts(seen.hidden)
             # 2. the trees' rows: true tokens as anchors, masks (or the known bonus, k = 0) in the slots
-            rows = self._rows(ids, start)
+            rows = self._rows(ids, start, torch.zeros_like(start) if first is None else first)
             # 3. the backbone over [context ; rows]
-            features = seen.features if self.bf16 else seen.features.float()
-            hidden = rows.branches(self.drafter(features, rows))
+            features = features if self.bf16 else features.float()
+            hidden = self.drafter(features, rows, None if positions is None else in_contexts(positions))
             # 4. the windows that have a label
-            windows = self._windows(ids, start, weight, hidden, seen.hidden)
+            windows = self._windows(ids, rows, weight, hidden, states)
             # 5. loss over chunks of their rows
             return loss_sum(self.drafter, target.lm_head, windows, self.weights, self.loss_rows)
 
-    def _rows(self, ids: Tensor, start: Tensor) -> Rows:
-        layout = self.layout
-        anchors = self._tokens(ids, start[..., None] + torch.arange(layout.spine, device=ids.device))
-        first = ids.gather(1, start)[..., None] if layout.branches == (0,) else None
-        row_ids = layout.token_ids(anchors, self.drafter.config.mask_token_id, first)
-        return Rows.build(layout, start, row_ids)
-
-    def _windows(self, ids: Tensor, start: Tensor, weight: Tensor, hidden: Tensor, states: Tensor) -> Windows:
-        """Gather each window's teacher states and tokens; drop windows without a label."""
-        layout = self.layout
-        k, i = torch.tensor(layout.branches, device=ids.device), torch.arange(1, layout.d + 1, device=ids.device)
-        label_at = (start[..., None, None] + k[:, None] + i).clamp(max=ids.shape[1] - 1)
-        teacher_at = (start[..., None, None] + k[:, None] + i - 1).clamp(max=ids.shape[1] - 1)
-        valid = weight.sum(-1) > 0
-        text = torch.arange(ids.shape[0], device=ids.device)[:, None, None].expand_as(valid)[valid]
-        return Windows(
-            hidden=hidden[valid],
-            teacher=states[text[:, None], teacher_at[valid]],
-            previous=self._tokens(ids, teacher_at)[valid],
-            labels=self._tokens(ids, label_at)[valid],
-            weight=weight[valid],
-        )
+    def _rows(self, ids: Tensor, start: Tensor, first: Tensor) -> Rows:
+        """Each layout's trees, at as many starts each."""
+        parts, count = [], len(self.layouts)
+        for layout, p, column in zip(self.layouts, start.chunk(count, 1), first.chunk(count, 1), strict=True):
+            at = (p + column)[..., None] + torch.arange(max(1, layout.spine), device=ids.device)
+            tokens = ids.gather(1, at.flatten(1).clamp(max=ids.shape[1] - 1)).view(at.shape)
+            bonus = tokens if layout.branches == (0,) else None
+            row_ids = layout.token_ids(tokens[..., : layout.spine], self.drafter.config.mask_token_id, bonus)
+            parts.append(Rows.build(layout, p, row_ids, column))
+        return Rows.join(parts)
 
     @staticmethod
-    def _tokens(ids: Tensor, at: Tensor) -> Tensor:
-        """ids [B, T] at positions [B, ...]."""
-        return ids.gather(1, at.flatten(1).clamp(max=ids.shape[1] - 1)).view(at.shape)
+    def _windows(ids: Tensor, rows: Rows, weight: Tensor, hidden: Tensor, states: Tensor) -> Windows:
+        """Gather each window's teacher states and tokens; drop windows without a label. A slot sits where its teacher does, one
+        before its label. Beyond its text's end it has weight 0, whatever stands there."""
+        valid = weight.sum(-1) > 0
+        context = torch.arange(len(ids), device=ids.device)[:, None].expand_as(valid)[valid][:, None]
+        at, last = rows.windows(rows.first + rows.position)[valid], ids.shape[1] - 1
+        teacher_at, label_at = at.clamp(max=last), (at + 1).clamp(max=last)
+        return Windows(
+            hidden=rows.windows(hidden)[valid],
+            teacher=states[context, teacher_at],
+            previous=ids[context, teacher_at],
+            labels=ids[context, label_at],
+            weight=weight[valid],
+        )
 
     @staticmethod
     def _check_same_embeddings(drafter: MDFlashModel, target: Target) -> None:

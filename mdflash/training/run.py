@@ -20,7 +20,7 @@ SETTINGS, FINISHED = "stage.json", "training.json"
 
 # What may change between a run and its resumption: none of it touches the samples, the windows or the arithmetic.
 FREE = {
-    "eval_requests", "eval_steps", "logging_steps", "loss_rows", "micro_batch_size", "report_to", "save_steps",
+    "eval_requests", "eval_steps", "logging_steps", "loss_rows", "micro_batch_size", "packing", "report_to", "save_steps",
     "save_total_limit",
 }  # fmt: skip
 
@@ -136,7 +136,6 @@ def training_arguments(settings: StageSection, folder: Path, texts: int, name: s
         dataloader_pin_memory=torch.cuda.is_available(),
         dataloader_num_workers=4 if torch.cuda.is_available() else 0,
         dataloader_persistent_workers=torch.cuda.is_available(),
-        logging_nan_inf_filter=False,  # compute_loss stops at those; the filter waits for the device at every step
         disable_tqdm=False,
     )
 

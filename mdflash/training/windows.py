@@ -1,4 +1,5 @@
-"""Which windows a text teaches, and the batches made of them. Shape legend: drafter/tree.py; b branches of a tree.
+"""Which windows a text teaches, and the batches made of them. Shape legend: drafter/tree.py; b branches of a tree,
+L tokens of a text.
 
 A start p and an anchor count k make one window: anchors p..p+k-1, slots predicting p+k+1..p+k+d, the bonus token p+k as
 y_0 (docs/method.md). A tree at p holds one window for every k of its layout.
@@ -7,6 +8,8 @@ y_0 (docs/method.md). A tree at p holds one window for every k of its layout.
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,6 +21,16 @@ from ..drafter import Layout
 # An item of the sampler: (epoch, sample index), or PADDING to fill the last global batch with a text without windows.
 Key = tuple[int, int]
 PADDING = -1
+NO_WINDOWS = Sample("", (0,), ())
+
+
+@dataclass(frozen=True)
+class Item:
+    """One text: ids [L] and, for each layout, its starts [n] and their windows' weights m·w [n, b, d]."""
+
+    ids: Tensor
+    starts: list[Tensor]
+    weights: list[Tensor]
 
 
 def keyed_generator(*key: object) -> torch.Generator:
@@ -51,39 +64,91 @@ def label_weights(sample: Sample, layout: Layout, starts_N: Tensor) -> Tensor:
     return inside * torch.exp(-(i_d - 1) / 4)
 
 
+def fill_rows(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Texts of each row: as few rows of at most `limit` tokens (or the longest text) as hold them, evenly filled (longest
+    first, each into the emptiest row)."""
+    limit = max(limit, *lengths)
+    for count in range(math.ceil(sum(lengths) / limit), len(lengths) + 1):
+        rows, filled = [[] for _ in range(count)], [0] * count
+        for text in sorted(range(len(lengths)), key=lambda text: -lengths[text]):
+            row = filled.index(min(filled))
+            rows[row].append(text)
+            filled[row] += lengths[text]
+        if max(filled) <= limit:
+            return rows
+    raise AssertionError("a row for every text holds them")
+
+
+def padded(rows: Sequence[Tensor], length: int) -> Tensor:
+    """Tensors [n, ...] as [B, length, ...], zeros behind each."""
+    out = rows[0].new_zeros(len(rows), length, *rows[0].shape[1:])
+    for place, row in zip(out, rows, strict=True):
+        place[: len(row)] = row
+    return out
+
+
 class WindowDataset(Dataset):
     """Texts with windows drawn anew each epoch, keyed by (seed, epoch, sample id): a resumed or re-sharded run draws the
-    same ones."""
+    same ones, packed or not.
 
-    def __init__(self, samples: Sequence[Sample], layout: Layout, starts_per_text: int, seed: int):
-        self.samples, self.layout, self.starts_per_text, self.seed = samples, layout, starts_per_text, seed
+    starts_per_text: starts drawn for each layout. pack_to: tokens of a row that holds several texts; 0 pads each text to the
+    longest instead. Packing moves windows, it draws and drops none: a micro-batch of m texts has at most
+    m * starts_per_text trees of a layout either way, and every text its own.
+    """
+
+    def __init__(
+        self, samples: Sequence[Sample], layouts: Sequence[Layout], starts_per_text: int, seed: int, pack_to: int = 0
+    ):
+        self.samples, self.layouts, self.starts_per_text, self.seed = samples, layouts, starts_per_text, seed
+        self.pack_to = pack_to
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, key: Key) -> dict[str, Tensor]:
-        """ids [T], start [N], weight [N, b, d]; N <= starts_per_text."""
+    def __getitem__(self, key: Key) -> Item:
+        """One text and its windows, by layout."""
         epoch, index = key
-        if index == PADDING:
-            empty = torch.zeros(0, dtype=torch.long)
-            weight = torch.zeros(0, len(self.layout.branches), self.layout.d)
-            return {"ids": torch.zeros(1, dtype=torch.long), "start": empty, "weight": weight}
-        sample = self.samples[index]
+        sample = NO_WINDOWS if index == PADDING else self.samples[index]
         generator = keyed_generator(self.seed, epoch, sample.id)
-        starts = draw_starts(sample, self.layout, self.starts_per_text, generator)
-        ids = torch.tensor(sample.ids)
-        return {"ids": ids, "start": starts, "weight": label_weights(sample, self.layout, starts)}
+        starts = [draw_starts(sample, layout, self.starts_per_text, generator) for layout in self.layouts]
+        weights = [label_weights(sample, *pair) for pair in zip(self.layouts, starts, strict=True)]
+        return Item(torch.tensor(sample.ids), starts, weights)
 
-    def collate(self, items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Right-padded batch: ids [B, T], start [B, N], weight [B, N, b, d]; padded trees have weight 0."""
-        T, N = max(len(item["ids"]) for item in items), max(1, *(len(item["start"]) for item in items))
-        ids, start = torch.zeros(len(items), T, dtype=torch.long), torch.zeros(len(items), N, dtype=torch.long)
-        weight = torch.zeros(len(items), N, len(self.layout.branches), self.layout.d)
-        for row, item in enumerate(items):
-            ids[row, : len(item["ids"])] = item["ids"]
-            start[row, : len(item["start"])] = item["start"]
-            weight[row, : len(item["start"])] = item["weight"]
-        return {"ids": ids, "start": start, "weight": weight}
+    def collate(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        """A micro-batch: ids [B, T], and for each of the drafter's contexts the trees' starts [B, N] (layout behind layout, as
+        many for each) and their windows' weights [B, W, d] (in the order of `Rows.windows`; 0 for padding).
+
+        Padded texts are a row and a context each. Packed texts share rows, where `positions` [B, T] restart at each text, and
+        all rows together are one context, where a tree's text begins at column `first` [1, N].
+        """
+        lengths = [len(item.ids) for item in items]
+        rows = fill_rows(lengths, self.pack_to) if self.pack_to else [[text] for text in range(len(items))]
+        T = max(sum(lengths[text] for text in row) for row in rows)
+        contexts = [[text for row in rows for text in row]] if self.pack_to else rows
+        layouts = range(len(self.layouts))
+        most = max(sum(len(items[text].starts[g]) for text in texts) for texts in contexts for g in layouts)
+
+        def by_layout(values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+            """values[text][layout] [n, ...] -> [B, N, ...] of each layout."""
+            return [
+                padded([torch.cat([values[text][g] for text in texts]) for texts in contexts], max(1, most))
+                for g in layouts
+            ]
+
+        batch = {
+            "ids": padded([torch.cat([items[text].ids for text in row]) for row in rows], T),
+            "start": torch.cat(by_layout([item.starts for item in items]), 1),
+            "weight": torch.cat([weight.flatten(1, 2) for weight in by_layout([item.weights for item in items])], 1),
+        }
+        if not self.pack_to:
+            return batch
+        positions, first = torch.arange(T).repeat(len(rows), 1), {}
+        for number, row in enumerate(rows):
+            for text, column in zip(row, accumulate((lengths[text] for text in row), initial=0), strict=False):
+                positions[number, column:] = torch.arange(T - column)  # padding counts on behind the last text
+                first[text] = number * T + column
+        firsts = [[torch.full_like(start, first[text]) for start in item.starts] for text, item in enumerate(items)]
+        return batch | {"positions": positions, "first": torch.cat(by_layout(firsts), 1)}
 
 
 class EpochSampler(Sampler):

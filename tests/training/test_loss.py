@@ -21,7 +21,7 @@ def lend(drafter, target):
     return drafter
 
 
-def batch_for(layout, seed=0, starts=5, length=40):
+def batch_for(layouts, seed=0, starts=5, length=40):
     generator = torch.Generator().manual_seed(seed)
     samples = [
         Sample(
@@ -31,14 +31,14 @@ def batch_for(layout, seed=0, starts=5, length=40):
         )
         for i in range(3)
     ]
-    dataset = WindowDataset(samples, layout, starts, seed)
+    dataset = WindowDataset(samples, layouts, starts, seed)
     return dataset, dataset.collate([dataset[(0, i)] for i in range(3)])
 
 
 def module_for(target, drafter, stage, loss_rows=10_000):
-    layout = Layout.tree(3) if stage == "mdflash" else Layout.serial(3)
+    layouts = (Layout.tree(3) if stage == "mdflash" else Layout.serial(3),)
     drafter = lend(drafter, target).freeze(heads=stage == "mdflash")
-    return DrafterForTraining(drafter, target, layout, STAGE_WEIGHTS[stage], loss_rows, bf16=False)
+    return DrafterForTraining(drafter, target, layouts, STAGE_WEIGHTS[stage], loss_rows, bf16=False)
 
 
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
@@ -70,7 +70,7 @@ def test_chunks_change_neither_loss_nor_gradients(target, drafter):
     figures = []
     for rows in (3, 10_000):
         module = module_for(target, drafter, "mdflash", rows)
-        loss = module(**batch_for(module.layout)[1])
+        loss = module(**batch_for(module.layouts)[1])
         loss.backward()
         figures.append((loss.item(), torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])))
     assert figures[0][0] == pytest.approx(figures[1][0], rel=1e-6)
@@ -79,7 +79,7 @@ def test_chunks_change_neither_loss_nor_gradients(target, drafter):
 
 def test_no_window_still_gives_a_gradient_of_zero(target, drafter):
     module = module_for(target, drafter, "mdflash")
-    dataset = WindowDataset([], module.layout, 2, 0)
+    dataset = WindowDataset([], module.layouts, 2, 0)
     loss = module(**dataset.collate([dataset[(0, -1)]]))
     loss.backward()
     assert loss.item() == 0
@@ -89,7 +89,7 @@ def test_no_window_still_gives_a_gradient_of_zero(target, drafter):
 @pytest.mark.parametrize("stage", ["mdflash", "dspark", "dflash"])
 def test_what_trains_in_each_stage(target, stage):
     module = module_for(target, make_drafter(target, rank=0 if stage == "dflash" else 8), stage)
-    module(**batch_for(module.layout)[1]).backward()
+    module(**batch_for(module.layouts)[1]).backward()
     trained = {
         name.split(".")[1] for name, p in module.named_parameters() if p.requires_grad and p.grad.abs().sum() > 0
     }
@@ -101,13 +101,13 @@ def test_what_trains_in_each_stage(target, stage):
 
 def test_another_targets_drafter_is_refused(target, drafter):
     with pytest.raises(ValueError, match="embed_tokens differs"):
-        DrafterForTraining(drafter, target, Layout.tree(3), STAGE_WEIGHTS["mdflash"], 100, bf16=False)
+        DrafterForTraining(drafter, target, (Layout.tree(3),), STAGE_WEIGHTS["mdflash"], 100, bf16=False)
 
 
 def test_teacher_reads_the_normed_state(target, drafter):
     """The loss is least when the drafter's distribution is the target's own: swap a drafter head for the teacher."""
     module = module_for(target, drafter, "mdflash")
-    _dataset, batch = batch_for(module.layout)
+    _dataset, batch = batch_for(module.layouts)
     captured = []
     original = module._windows
 
@@ -210,7 +210,7 @@ def test_flex_training_equals_dense_on_a_gpu():
         for attention in ("dense", "flex"):
             module = module_for(target, drafter, "mdflash").to("cuda")
             module.drafter.attention = attention
-            batch = {name: value.to("cuda") for name, value in batch_for(module.layout, length=length)[1].items()}
+            batch = {name: value.to("cuda") for name, value in batch_for(module.layouts, length=length)[1].items()}
             loss = module(**batch)
             loss.backward()
             figures.append(

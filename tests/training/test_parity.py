@@ -56,7 +56,7 @@ def hidden_in_training(drafter, target, layout, text, start):
     """Slots' hidden states [N=1, b, d, C] as the training module computes them, with the whole text in view."""
     module = DrafterForTraining.__new__(DrafterForTraining)
     torch.nn.Module.__init__(module)
-    module.drafter, module.layout, module.weights = drafter, layout, STAGE_WEIGHTS["mdflash"]
+    module.drafter, module.layouts, module.weights = drafter, (layout,), STAGE_WEIGHTS["mdflash"]
     ids, starts = text[None], torch.tensor([[start]])
-    rows = module._rows(ids, starts)
+    rows = module._rows(ids, starts, torch.zeros_like(starts))
     return rows.branches(drafter(target.features(ids, drafter.config.target_layer_ids), rows))[0]

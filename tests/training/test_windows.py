@@ -32,10 +32,10 @@ def test_label_weights_by_hand():
 
 
 def test_draws_are_keyed_by_seed_epoch_and_sample():
-    dataset = WindowDataset([SAMPLE], Layout.tree(3), 2, seed=5)
-    first = dataset[(0, 0)]["start"]
-    assert torch.equal(first, WindowDataset([SAMPLE], Layout.tree(3), 2, seed=5)[(0, 0)]["start"])
-    others = [dataset[(epoch, 0)]["start"].tolist() for epoch in range(1, 12)]
+    dataset = WindowDataset([SAMPLE], (Layout.tree(3),), 2, seed=5)
+    (first,) = dataset[(0, 0)].starts
+    assert torch.equal(first, WindowDataset([SAMPLE], (Layout.tree(3),), 2, seed=5)[(0, 0)].starts[0])
+    others = [dataset[(epoch, 0)].starts[0].tolist() for epoch in range(1, 12)]
     assert any(other != first.tolist() for other in others)
 
 
@@ -47,9 +47,9 @@ def test_every_text_once_per_epoch_and_padding_without_windows():
     sampler.set_epoch(1)
     assert [i for _, i in sampler] != [i for _, i in keys]
     assert {epoch for epoch, _ in sampler} == {1}
-    dataset = WindowDataset([SAMPLE], Layout.tree(3), 2, seed=5)
+    dataset = WindowDataset([SAMPLE], (Layout.tree(3),), 2, seed=5)
     batch = dataset.collate([dataset[(0, PADDING)], dataset[(0, 0)]])
     assert batch["ids"].shape == (2, 20)
-    assert batch["weight"].shape == (2, 2, 4, 3)
+    assert batch["weight"].shape == (2, 2 * 4, 3)
     assert batch["weight"][0].sum() == 0
     assert dataset.collate([dataset[(0, PADDING)]])["start"].shape == (1, 1)
