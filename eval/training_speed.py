@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -26,7 +27,6 @@ from mdflash.chat import Sample
 from mdflash.drafter import Layout
 from mdflash.drafter.tree import WINDOWS
 from mdflash.recipe import Recipe, read_recipe
-from mdflash.target import TargetOutput
 from mdflash.target.target import resolve_attention
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, MDFlashTrainer, WindowDataset
 from mdflash.training.flops import TARGET_PARTS, count, drafter_part
@@ -36,7 +36,7 @@ from mdflash.training.run import training_arguments
 
 from .run import portable, revision, versions
 
-REPEATS, RANDOM_LENGTHS, LOSS_ROWS = 20, 200, 1792
+REPEATS, RANDOM_LENGTHS, LONGEST, LOSS_ROWS = 20, 200, 1024, 1792
 
 
 def main(args: list[str] | None = None) -> None:
@@ -44,6 +44,8 @@ def main(args: list[str] | None = None) -> None:
     recipe, values = read_recipe(args, __doc__.splitlines()[0], extra=arguments)
     if not torch.cuda.is_available():
         sys.exit("error: no GPU here: this measures training speed, run it on one")
+    if values.engine_steps == 1:
+        sys.exit("error: --engine_steps 1: the first step compiles, so time at least one more")
     config = target_config(recipe, values.target_config)
     command = ["python", "-m", "eval.training_speed", *(sys.argv[1:] if args is None else args)]
     made_by = {
@@ -58,7 +60,7 @@ def main(args: list[str] | None = None) -> None:
     )
     for found in pieces:
         if os.environ.get("RANK", "0") == "0":
-            merge(Path(values.output), found if values.engine_steps else made_by | found)
+            merge(Path(values.output), found, made_by, engine=values.engine_steps > 0)
 
 
 def arguments(parser) -> None:
@@ -71,19 +73,21 @@ def arguments(parser) -> None:
     parser.add_argument("--local_rank", type=int, default=-1)
 
 
-def merge(output: Path, found: dict) -> None:
-    """Add the figures to what the file holds, and the scaling that follows from them."""
+def merge(output: Path, found: dict, made_by: dict, engine: bool) -> None:
+    """Add the figures to what the file holds: a new revision or command of the step's figures drops the old ones, an engine
+    run keeps its own provenance, and scaling follows where one and two GPUs ran the same ZeRO stage."""
     held = json.loads(output.read_text()) if output.is_file() else {}
-    for name, value in found.items():
-        held[name] = held.get(name, {}) | value if isinstance(value, dict) else value
-    engine = held.get("engine", {})
-    one = next((run for name, run in engine.items() if name.endswith("1gpu")), None)
-    if one:
-        held["scaling_2gpu"] = {
-            name: round(run["samples_per_s"] / one["samples_per_s"], 3)
-            for name, run in engine.items()
-            if name.endswith("2gpu")
-        }
+    runs = held.get("engine", {})
+    if engine:
+        runs |= {name: run | made_by for name, run in found.items()}
+    else:
+        same = all(held.get(name) == value for name, value in made_by.items())
+        held = (held if same else made_by) | found | {"ms": (held if same else {}).get("ms", {}) | found.get("ms", {})}
+    pairs = [(name, name.replace("_2gpu", "_1gpu")) for name in runs if name.endswith("_2gpu")]
+    scaling = {
+        two: round(runs[two]["samples_per_s"] / runs[one]["samples_per_s"], 3) for two, one in pairs if one in runs
+    }
+    held |= {"engine": runs, "scaling_2gpu": scaling} if runs else {}
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(held, indent=1) + "\n")
     print(f"{time.process_time():.0f} s of work:", json.dumps(found), flush=True)
@@ -132,7 +136,7 @@ def step_figures(recipe: Recipe, config) -> Iterator[dict]:
     module = random_module(recipe, config, torch.device("cuda"))
     settings, length = recipe.settings(), recipe.settings().max_length
     batch, texts = random_batch(module, recipe, length), settings.micro_batch_size
-    flops = text_flops(module, config, length, batch["start"][0])
+    flops = text_flops(module, config, length, batch["start"][0], recipe.stage)
     accumulation = settings.global_batch_size // texts
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-6, fused=True)
     yield {
@@ -172,8 +176,14 @@ def step_figures(recipe: Recipe, config) -> Iterator[dict]:
         "ms": {"micro_step": step_ms, "optimizer_update": update_ms, "first_step_with_compilation": first_step_s * 1e3},
     }
     target = module._target[0]
-    target_ms = median_ms(lambda: target.forward(batch["ids"], module.drafter.config.target_layer_ids))
-    with stored_target(module, length):
+
+    def target_pass() -> None:
+        with torch.autocast("cuda", torch.bfloat16, enabled=module.bf16):
+            target.forward(batch["ids"], module.drafter.config.target_layer_ids)
+
+    target_ms = median_ms(target_pass)
+    yield {"target_kernels_ms": kernel_table(target_pass)}
+    with stored_target(module, batch):
         drafter_ms = median_ms(micro_step)
         yield {
             "target_matmul_share": share(flops["target_layers"] + flops["target_attention"], target_ms),
@@ -181,16 +191,16 @@ def step_figures(recipe: Recipe, config) -> Iterator[dict]:
             "ms": {"target_forward": target_ms, "drafter": drafter_ms},
             "drafter_kernels_ms": kernel_table(micro_step),
         }
-        yield {"target_kernels_ms": kernel_table(lambda: Target.forward(target, batch["ids"], (0,)))}
-        optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=True)
+    if module.drafter.config.markov_rank:
         yield loss_figures(module)
-        yield {"recompiles": recompiles(module, recipe)}
+    yield {"recompiles": recompiles(module, recipe)}
 
 
-def text_flops(module: DrafterForTraining, config, length: int, starts: torch.Tensor) -> dict[str, int]:
+def text_flops(module: DrafterForTraining, config, length: int, starts: torch.Tensor, stage: str) -> dict[str, int]:
     """`count` over all layouts; the target's pass and the context are there once."""
     columns = zip(module.layouts, starts.chunk(len(module.layouts)), strict=True)
-    parts = [count(config, module.drafter.config, layout, length, column.tolist()) for layout, column in columns]
+    parts = [count(config, module.drafter.config, layout, length, column.tolist(), stage) for layout, column in columns]
     once = (*TARGET_PARTS, "context_forward", "context_backward")
     return {name: parts[0][name] if name in once else sum(part[name] for part in parts) for name in parts[0]}
 
@@ -210,18 +220,12 @@ def median_ms(work: Callable[[], object], repeats: int = REPEATS) -> float:
 
 
 @contextmanager
-def stored_target(module: DrafterForTraining, length: int):
-    """Inside, the module finds the target's output ready, for any text of up to `length` tokens: what remains is the
-    drafter's own part."""
+def stored_target(module: DrafterForTraining, batch: dict):
+    """Inside, the module finds the target's output on the batch ready: what remains is the drafter's own part."""
     target = module._target[0]
-    ids = torch.zeros(1, length, dtype=torch.long, device=target.device)
-    seen = target.forward(ids, module.drafter.config.target_layer_ids)
-
-    def stored(ids_BT, *args):
-        B, T = ids_BT.shape
-        return TargetOutput(seen.hidden[:, :T].expand(B, T, -1), seen.features[:, :T].expand(B, T, -1))
-
-    target.forward = stored
+    with torch.autocast("cuda", torch.bfloat16, enabled=module.bf16):
+        seen = target.forward(batch["ids"], module.drafter.config.target_layer_ids)
+    target.forward = lambda *args: seen
     try:
         yield
     finally:
@@ -243,7 +247,7 @@ def kernel_table(work: Callable[[], object], rows: int = 18) -> dict[str, float]
 
 def loss_figures(module: DrafterForTraining) -> dict:
     """Extra peak memory and time (forward and backward) of the fused loss over those of the plain reference."""
-    W, W2 = module._target[0].lm_head.weight, module.drafter.head.markov_w2.weight.bfloat16()
+    W, W2 = module._target[0].lm_head.weight, module.drafter.head.markov_w2.weight.detach().bfloat16()
     hidden, teacher = torch.randn(2, LOSS_ROWS, W.shape[1], device="cuda", dtype=torch.bfloat16)
     code = torch.randn(LOSS_ROWS, W2.shape[1], device="cuda", dtype=torch.bfloat16)
     labels, weight = torch.randint(len(W), (LOSS_ROWS,), device="cuda"), torch.rand(LOSS_ROWS, device="cuda")
@@ -259,7 +263,7 @@ def loss_figures(module: DrafterForTraining) -> dict:
         cross_entropy = -q.gather(1, labels[:, None])[:, 0].log()
         (weight * (0.1 * cross_entropy + 0.9 * (q - p).abs().sum(-1))).sum().backward()
 
-    memory, times = [], []
+    memory, times, gradients = [], [], []
     for run in (fused, plain):
         hidden.grad = None
         torch.cuda.empty_cache()
@@ -267,12 +271,14 @@ def loss_figures(module: DrafterForTraining) -> dict:
         torch.cuda.reset_peak_memory_stats()
         run()
         memory.append((torch.cuda.max_memory_allocated() - before) / 1e9)
+        gradients.append(hidden.grad.double())
         times.append(median_ms(run, 10))
     return {
         "loss_gb": {"fused": round(memory[0], 3), "plain": round(memory[1], 3)},
         "loss_ms": {"fused": times[0], "plain": times[1]},
         "loss_memory_ratio": round(memory[0] / memory[1], 4),
         "loss_time_ratio": round(times[0] / times[1], 4),
+        "loss_gradient_difference": ((gradients[0] - gradients[1]).norm() / gradients[1].norm()).item(),
     }
 
 
@@ -281,7 +287,8 @@ def recompiles(module: DrafterForTraining, recipe: Recipe) -> int:
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
     generator = torch.Generator().manual_seed(0)
-    for length in torch.randint(64, recipe.settings().max_length, (RANDOM_LENGTHS,), generator=generator).tolist():
+    longest = min(LONGEST, recipe.settings().max_length)
+    for length in torch.randint(64, longest, (RANDOM_LENGTHS,), generator=generator).tolist():
         module(**random_batch(module, recipe, length)).backward()
     module.zero_grad(set_to_none=True)
     return counters["unique_graphs"] - before
@@ -291,18 +298,14 @@ def recompiles(module: DrafterForTraining, recipe: Recipe) -> int:
 
 
 class StepTimes(TrainerCallback):
-    """Seconds of every optimizer step."""
+    """When every optimizer step ended."""
 
     def __init__(self):
-        self.seconds, self.began = [], 0.0
-
-    def on_step_begin(self, *args, **kwargs):
-        torch.cuda.synchronize()
-        self.began = time.perf_counter()
+        self.ended = []
 
     def on_step_end(self, *args, **kwargs):
         torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - self.began)
+        self.ended.append(time.perf_counter())
 
 
 def engine_figures(recipe: Recipe, config, steps: int) -> dict:
@@ -310,13 +313,13 @@ def engine_figures(recipe: Recipe, config, steps: int) -> dict:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     settings = recipe.settings()
-    settings.max_steps, settings.logging_steps = steps, 1
+    settings.max_steps, settings.logging_steps, settings.eval_steps, settings.save_steps = steps, 1, 0, 0
     module = random_module(recipe, config, device)
     generator = torch.Generator().manual_seed(1)
     samples = [
         Sample(str(i), tuple(torch.randint(config.vocab_size, (settings.max_length,), generator=generator).tolist()),
                ((1, settings.max_length),))
-        for i in range(settings.global_batch_size)
+        for i in range(settings.global_batch_size * steps)
     ]  # fmt: skip
     dataset = WindowDataset(samples, module.layouts, settings.starts_per_text, settings.seed)
     times = StepTimes()
@@ -324,17 +327,17 @@ def engine_figures(recipe: Recipe, config, steps: int) -> dict:
         arguments_ = training_arguments(settings, Path(folder), len(samples), "speed")
         trainer = MDFlashTrainer(module, arguments_, dataset, dataset)
         trainer.add_callback(times)
+        torch.cuda.reset_peak_memory_stats()
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    median = statistics.median(times.seconds[1:])
+    seconds = [after - before for before, after in pairwise(times.ended)]
     name = f"zero{settings.zero_stage}_{arguments_.world_size}gpu"
+    peak = torch.tensor(torch.cuda.max_memory_allocated() / 1e9, device=device)
     return {
-        "engine": {
-            name: {
-                "samples_per_s": round(settings.global_batch_size / median, 3), "losses": losses,
-                "global_batch": settings.global_batch_size, "step_s": [round(s, 3) for s in times.seconds],
-                "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
-            }
+        name: {
+            "samples_per_s": round(settings.global_batch_size / statistics.median(seconds), 3), "losses": losses,
+            "global_batch": settings.global_batch_size, "step_s": [round(s, 3) for s in seconds],
+            "peak_gb": round(trainer.accelerator.gather(peak).max().item(), 2),
         }
     }  # fmt: skip
 

@@ -75,7 +75,7 @@ class FusedWindowLoss(torch.autograd.Function):
     def backward(ctx, upstream, _):
         """Scale what forward kept."""
         hidden, code, code_weight = (
-            None if kept is None else (kept * upstream).to(dtype)
+            None if kept is None else kept.to(dtype) * upstream
             for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return hidden, code, None, code_weight, None, None, None, None, None

@@ -81,7 +81,8 @@ def loss_sum(drafter: MDFlashModel, lm_head: nn.Linear, windows: Windows, weight
         return sharded_loss_sum(drafter, lm_head, windows, weights, rows)
     code, code_weight = drafter.head.codes(windows.previous, windows.hidden), None
     if code is not None:
-        code, code_weight = code.flatten(0, 1), drafter.head.markov_w2.weight
+        weight = drafter.head.markov_w2.weight
+        code, code_weight = code.flatten(0, 1), weight if torch.is_grad_enabled() else weight.detach()
     teacher = windows.teacher.flatten(0, 1) if weights.total_variation or weights.confidence else None
     total, distance = FusedWindowLoss.apply(
         windows.hidden.flatten(0, 1), code, lm_head.weight, code_weight, teacher, windows.labels.flatten(),

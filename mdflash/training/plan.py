@@ -247,14 +247,14 @@ def optimizer_memory(parameters: Parameters, settings: StageSection, gpus: int) 
 
 def step_memory(drafter: MDFlashConfig, layout: Layout, settings: StageSection, target_bytes: int) -> dict[str, int]:
     """Bytes of the target's outputs and of the loss. Features and final states cover all positions of a micro-batch. A chunk
-    of the loss holds four logit tensors: student, bias, teacher, gradient."""
+    of the loss holds two logit tensors, the drafter's (which its gradient overwrites) and the teacher's."""
     tokens = settings.micro_batch_size * settings.max_length
     labels = settings.micro_batch_size * settings.starts_per_text * len(layout.branches) * layout.d
     width = (len(drafter.target_layer_ids) + 1) * drafter.hidden_size
     compute = 2 if settings.bf16 else FP32
     return {
         "features, final states": tokens * width * target_bytes,
-        "loss chunk": 4 * min(settings.loss_rows, labels) * drafter.vocab_size * compute,
+        "loss chunk": 2 * min(settings.loss_rows, labels) * drafter.vocab_size * compute,
     }
 
 

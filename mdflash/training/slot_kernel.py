@@ -17,7 +17,7 @@ def slot_terms_cuda(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `slot_terms` (fused.py): contiguous logits [R, V] are overwritten with their gradient when `gradient`."""
     rows, vocabulary = logits_RV.shape
-    cross_entropy, distance = torch.empty(2, rows, dtype=torch.float32, device=logits_RV.device)
+    cross_entropy, distance = (torch.empty(rows, dtype=torch.float32, device=logits_RV.device) for _ in range(2))
     if rows:
         _slot_terms[(rows,)](
             logits_RV, logits_RV if teacher_RV is None else teacher_RV, labels_R, weight_R, cross_entropy, distance,
@@ -64,6 +64,7 @@ def _slot_terms(
     tl.store(distance + row, total)
     # third read: the gradient, in place
     if GRADIENT:
+        tl.debug_barrier()  # every warp has read the label's logit before any overwrites it
         scale = tl.load(weight + row)
         for first in range(0, V, BLOCK):
             at = first + columns
