@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rotate_half
 
+from ..compilation import compile_for_all_lengths
 from .config import MDFlashConfig
 
-compiled_flex_attention = torch.compile(flex_attention, dynamic=True)
+compiled_flex_attention = compile_for_all_lengths(flex_attention)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
+from ..compilation import compile_for_all_lengths
 from .backbone import ContextKV, DrafterLayer
 from .config import MDFlashConfig
 from .heads import HEADS, ConfidenceHead, MarkovHead
@@ -139,8 +140,8 @@ class MDFlashModel(PreTrainedModel):
     def compile_layers(self) -> "MDFlashModel":
         """Compile the layers for training: one graph that all layers share, for every length. Returns self."""
         for layer in self.layers:
-            layer.self_attn.keys_values = torch.compile(layer.self_attn.keys_values, dynamic=True)
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            layer.self_attn.keys_values = compile_for_all_lengths(layer.self_attn.keys_values)
+            layer.forward = compile_for_all_lengths(layer.forward)
         return self
 
     def freeze(self, heads: bool) -> "MDFlashModel":

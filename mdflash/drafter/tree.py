@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-compiled_create_block_mask = torch.compile(create_block_mask, dynamic=True)
+from ..compilation import compile_for_all_lengths
+
+compiled_create_block_mask = compile_for_all_lengths(create_block_mask)
 
 
 @dataclass(frozen=True)

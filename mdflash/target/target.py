@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..compilation import compile_for_all_lengths
 from ..drafter.checkpoint import as_dtype
 from ..drafter.model import MDFlashModel
 
@@ -81,7 +82,7 @@ class Target:
     def compile_layers(self) -> "Target":
         """Compile the layers' passes over whole texts (never over a cache): one graph that all layers share, for every
         length. Returns self."""
-        self._compiled = [torch.compile(layer.forward, dynamic=True) for layer in self.decoder.layers]
+        self._compiled = [compile_for_all_lengths(layer.forward) for layer in self.decoder.layers]
         return self
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def watched_batches(self, *args):
     batches, items = get_batches(self, *args)
     for batch in batches:
         for ids, start, weight in zip(batch["ids"], batch["start"], batch["weight"], strict=True):
-            text = (ids.tolist(), start[weight.flatten(1).sum(1) > 0].tolist())
+            text = (ids.tolist(), start[weight.view(len(start), -1).sum(1) > 0].tolist())
             text = (str(text[0]).rstrip("], 0"), text[1])
             line = json.dumps([self.state.global_step + 1, hashlib.sha256(str(text).encode()).hexdigest()])
             with record.with_suffix(f".{self.args.process_index}").open("a") as file:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import make_drafter, make_target
 
+from mdflash import compilation
 from mdflash.chat import Sample
 from mdflash.drafter import Layout
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, WindowDataset
@@ -157,6 +158,25 @@ def test_no_vocabulary_tensor_outlives_its_chunk(target):
         loss_sum(drafter, copy.deepcopy(target.lm_head).double(), windows_of(8), STAGE_WEIGHTS["mdflash"], 4)
     assert kept
     assert all(97 not in shape for shape in kept)
+
+
+def test_one_graph_serves_all_lengths(target, drafter, monkeypatch):
+    """Compiled layers give the plain ones' loss at every length, first one as long as the hidden size is wide, and are
+    traced again at most once each."""
+    monkeypatch.setattr(compilation, "BACKEND", "eager")  # traces and guards alone; no code is generated
+    module = module_for(target, drafter, "mdflash").train()
+    lengths = (32, 41, 48, 64, 57)
+    batches = [batch_for(module.layouts, length=length)[1] for length in lengths]
+    plain = [module(**batch).item() for batch in batches]
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]
+    module._target[0].compile_layers()
+    module.drafter.compile_layers()
+    before, counts = graphs["unique_graphs"], []
+    for batch, expected in zip(batches, plain, strict=True):
+        assert module(**batch).item() == pytest.approx(expected, rel=1e-5)
+        counts.append(graphs["unique_graphs"] - before)
+    assert 3 <= counts[0] <= counts[-1] <= counts[0] + 1
 
 
 @pytest.mark.gpu

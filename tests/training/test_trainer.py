@@ -157,7 +157,7 @@ def record_of(folder):
 def uncut(project, tmp_path_factory):
     """The uninterrupted run; it ends within its third epoch."""
     folder = fresh(project, tmp_path_factory.mktemp("uncut"))
-    status, output, trained = run(folder, save_steps=2, eval_steps=5, micro_batch_size=2)
+    status, output, trained = run(folder, packing=False, save_steps=2, eval_steps=5, micro_batch_size=2)
     assert status == 0, output[-4000:]
     return folder, trained
 
@@ -167,7 +167,7 @@ def test_killed_runs_resume_bit_for_bit(uncut, project, tmp_path):
     """Killed while step 4 is saved, then within step 8, then finished: samples, windows, learning rates, losses and
     weights are the uninterrupted run's."""
     folder = fresh(project, tmp_path)
-    settings = dict(save_steps=2, eval_steps=5, micro_batch_size=2)
+    settings = dict(packing=False, save_steps=2, eval_steps=5, micro_batch_size=2)
     status, output, _ = run(folder, "mid-save", 4, **settings)
     assert status == -signal.SIGKILL, output[-4000:]
     assert [path.name for path in newest_first(stage(folder))] == ["checkpoint-2"]
@@ -202,7 +202,9 @@ def test_ranks_may_change_and_nan_stops_all(uncut, project, tmp_path):
     """ZeRO-3: two ranks stopped by a NaN on one of them, one rank killed, two ranks to the end: the plain run's samples,
     windows, learning rates and, to fp32 rounding, losses."""
     folder = fresh(project, tmp_path)
-    settings = dict(save_steps=2, eval_steps=5, deepspeed=str(ROOT / "recipes" / "deepspeed" / "zero3.json"))
+    settings = dict(
+        packing=False, save_steps=2, eval_steps=5, deepspeed=str(ROOT / "recipes" / "deepspeed" / "zero3.json")
+    )
     status, output, _ = run(folder, "nan", 4, rank=1, ranks=2, micro_batch_size=2, **settings)
     assert status != 0
     message = "error: NaN or infinity at step 4, first in the gradient of layers.0.mlp.up_proj.weight"
