@@ -7,7 +7,7 @@ BIN := $(abspath $(VENV))/bin
 export PATH := $(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM := false
 .DEFAULT_GOAL := help
-.PHONY: help setup demo pipeline answers bootstrap train eval-acceptance export push test lint
+.PHONY: help setup demo pipeline answers bootstrap train eval-acceptance export push bench-training test lint
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -46,6 +46,9 @@ export: setup  ## write the finished drafter with its model card
 push: setup  ## upload it: make push REPO=owner/name [ARGS=--dry_run]
 	$(if $(REPO),,$(error push needs REPO=owner/name))
 	mdflash push --config $(CONFIG) --repo_id $(REPO) $(ARGS)
+
+bench-training: setup  ## time a training step at the shape of CONFIG's target on a GPU (random weights)
+	python -m eval.training_speed --config $(CONFIG) --output results/training_$(basename $(notdir $(CONFIG))).json $(ARGS)
 
 test: setup  ## run the tests
 	python -m pytest --numprocesses 2 --dist loadfile

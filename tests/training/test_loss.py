@@ -8,7 +8,8 @@ from conftest import make_drafter, make_target
 
 from mdflash import compilation
 from mdflash.chat import Sample
-from mdflash.drafter import Layout
+from mdflash.drafter import Layout, Rows
+from mdflash.drafter.tree import dense_mask
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, WindowDataset
 from mdflash.training.fused import FusedWindowLoss, slot_terms, terms_for
 from mdflash.training.loss import Windows, loss_sum, sharded_loss_sum, slot_losses
@@ -217,6 +218,42 @@ def test_bf16_loss_is_near_float64():
         figures.append([loss, *torch.autograd.grad(loss, inputs)])
     for theirs, ours in zip(*figures, strict=True):
         assert (ours.double() - theirs).norm() <= 0.02 * theirs.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [Layout.tree(3), Layout.serial(3)], ids=["tree", "serial"])
+def test_flex_equals_dense_on_a_gpu(layout):
+    """Hidden states and gradients of features and weights at awkward context lengths; the first tree starts at 0, so that
+    its rows see no context at all, the compiled layers included."""
+    target = make_target(hidden=64)
+    drafter = make_drafter(target).cast(device="cuda").train()
+    for compiled in (False, True):
+        if compiled:
+            drafter.compile_layers()
+        for length in (1, 127, 129, 257, 4095):
+            generator = torch.Generator().manual_seed(length)
+            start = torch.tensor([[0, length // 3, length - 1, length]]).cuda()
+            anchors = torch.randint(97, (1, 4, layout.spine), generator=generator).cuda()
+            first = torch.randint(97, (1, 4, 1), generator=generator).cuda() if not layout.spine else None
+            rows = Rows.build(layout, start, layout.token_ids(anchors, 3, first))
+            features = torch.randn(1, length, drafter.feature_width, generator=generator).cuda().requires_grad_()
+            found = []
+            for drafter.attention in ("dense", "flex"):
+                hidden = drafter(features, rows)
+                weights = [features, *(p for p in drafter.layers.parameters())]
+                mix = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).cuda()
+                found.append((hidden, *torch.autograd.grad((hidden * mix).sum(), weights)))
+            for dense, flex in zip(*found, strict=True):
+                torch.testing.assert_close(flex, dense, atol=2e-3 * dense.abs().max().item() + 1e-6, rtol=0)
+
+
+def test_every_row_sees_something():
+    """No query is fully masked, which dense and fused attention would answer differently: each row sees itself."""
+    for layout in (Layout.tree(7), Layout.serial(7)):
+        start = torch.tensor([[0, 5]])
+        rows = Rows.build(layout, start, torch.zeros(1, 2, layout.rows, dtype=torch.long))
+        mask = dense_mask(rows, 5)[0, 0]
+        assert mask[:, 5:].diagonal().all()
 
 
 @pytest.mark.gpu
