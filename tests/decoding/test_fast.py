@@ -1,0 +1,112 @@
+"""The fast target pass against the eager one; its kernels against their plain twins (on a GPU)."""
+
+import pytest
+import torch
+from conftest import make_target
+
+from mdflash.decoding.fast import FastDecoder, ops, why_not_fast
+from mdflash.decoding.target_runner import SlotCache
+
+TAPS = (-1, 0, 2)
+WIDE = {"hidden": 64, "head_dim": 16}
+YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 128,
+    }
+}
+
+
+def make(family="qwen3", **extra):
+    return make_target(family, **WIDE | extra)
+
+
+def eager(target, cache, ids, start):
+    positions = start[:, None] + torch.arange(ids.shape[1], device=ids.device)
+    mask = cache.at(positions, cache.pairs[0][0].shape[2])
+    out = target.forward(ids, TAPS, positions, cache, mask)
+    return out.hidden, out.features
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"attention_bias": True}),
+        ("qwen3", YARN),
+        ("llama", {}),
+        ("llama", {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True}),
+    ],
+)
+def test_fast_pass_equals_the_eager_one(family, extra):
+    """Ragged rows, several passes: states, features and caches; the eager path still works on the fused weights."""
+    target = make(family, **extra)
+    fast, length = FastDecoder(target), 40
+    caches = [SlotCache(target, 3, length) for _ in "ab"]
+    generator = torch.Generator().manual_seed(0)
+    start = torch.tensor([0, 0, 0])
+    for queries, step in ((9, (9, 4, 7)), (4, (2, 4, 1)), (1, (1, 1, 1)), (4, (0, 0, 0))):
+        ids = torch.randint(97, (3, queries), generator=generator)
+        expected = eager(target, caches[0], ids, start)
+        seen = []
+        found = fast.forward(ids, start, caches[1].pairs, TAPS, seen.append)
+        assert seen == [0, 1, 2]
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        start = start + torch.tensor(step)
+    for ours, theirs in zip(caches[1].pairs, caches[0].pairs, strict=True):
+        torch.testing.assert_close(ours, list(theirs), atol=1e-4, rtol=1e-4)
+
+
+def test_fusing_holds_nothing_twice():
+    target = make()
+    fast, layer = FastDecoder(target), target.decoder.layers[1]
+    weight = fast.layers[1].qkv[0]
+    assert layer.self_attn.q_proj.weight.data_ptr() == weight.data_ptr()
+    assert layer.self_attn.v_proj.weight.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+
+
+def test_unfit_targets_are_named():
+    target = make()
+    target.config.hidden_act = "gelu"
+    assert "SiLU" in why_not_fast(target)
+    with pytest.raises(ValueError, match="SiLU-gated one; use the eager one"):
+        FastDecoder(target)
+    assert why_not_fast(make_target(head_dim=24)) == "its head width 24 is no power of two from 16 on"
+
+
+def inputs(B, K, G, Q, S, D, device, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(B * S)
+    make = lambda *shape: torch.randn(*shape, generator=generator).to(device, dtype)  # noqa: E731
+    start = torch.randint(0, S - Q + 1, (B,), generator=generator)
+    start[0], start[-1] = 0, S - Q
+    return {
+        "qkv": make(B, Q, (G * K + 2 * K) * D), "cos": make(B, Q, D), "sin": make(B, Q, D), "start": start.to(device),
+        "key": make(B, K, S, D), "value": make(B, K, S, D), "norms": (make(D), make(D)), "x": make(B, Q, 3 * D),
+        "residual": make(B, Q, 3 * D), "weight": make(3 * D), "gate_up": make(B, Q, 2 * 3 * D),
+    }  # fmt: skip
+
+
+def results(module, data, Q, norms):
+    key, value = data["key"].clone(), data["value"].clone()
+    norms = data["norms"] if norms else None
+    query = module.rotate_and_store(data["qkv"], data["cos"], data["sin"], data["start"], key, value, norms, 1e-6)
+    attended = module.cache_attention(query, key, value, data["start"], Q, 0.25)
+    plain = module.add_norm(data["x"], None, data["weight"], 1e-6)
+    added = module.add_norm(data["x"], data["residual"], data["weight"], 1e-6)
+    return [query, key, value, attended, *plain, *added, module.silu_gate(data["gate_up"])]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(1, 8, 4, 8, 1024, 128), (3, 2, 2, 1, 97, 64), (2, 1, 5, 16, 300, 32), (1, 1, 1, 1, 1, 16)]
+)
+def test_kernels_equal_their_twins(shape, norms):
+    from mdflash.decoding.fast import kernels
+
+    data = inputs(*shape, "cuda")
+    for ours, theirs in zip(results(kernels, data, shape[3], norms), results(ops, data, shape[3], norms), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
