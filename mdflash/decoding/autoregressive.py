@@ -10,6 +10,6 @@ class Autoregressive(Schedule):
     uses_drafter = False
 
     def round(self) -> Verdict:
-        verdict = self.target.verify(self.block, self.noise.verify(self.t))
+        verdict = self.target.verify(self.block, self.noise.verify())
         self.block = self.block.next(verdict, None)
         return verdict

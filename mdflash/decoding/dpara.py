@@ -22,13 +22,13 @@ class DPara(Schedule):
         drafter.after_barrier = False
         precompute = self.link.submit(drafter.tree, block)
         # 2. meanwhile the target verifies the same block: r, b, features of t_0..t_d
-        verdict = self.target.verify(block, self.noise.verify(self.t))
+        verdict = self.target.verify(block, self.noise.verify())
         # 3. barrier; a backbone pass that starts from here on would be a fallback
         branches = self.link.wait(precompute)
         drafter.after_barrier = True
         # 4. pick branch r and run the head from y_0 = b
         row, accepted = torch.arange(len(branches), device=drafter.device), verdict.accepted.to(drafter.device)
-        draft = drafter.head(branches[row, accepted], verdict.bonus, self.noise.draft(self.t))
+        draft = drafter.head(branches[row, accepted], verdict.bonus, self.noise.draft())
         # 5. append the features; those past t_r lie at or above the next p, where no row sees them
         drafter.append(verdict.features, block.positions)
         # 6. next block: (b, y_1..y_d) at p + r + 1

@@ -31,22 +31,28 @@ class DrafterRunner:
         self.late_passes = 0
 
     @torch.no_grad()
-    def append(self, features_BQF: Tensor, positions_BQ: Tensor) -> None:
-        """Project features [B, Q, F] of the given positions and write them into the context."""
+    def append(self, features_BQF: Tensor, positions_BQ: Tensor, rows: list[int] | None = None) -> None:
+        """Project features [B, Q, F] of the given positions and write them into the context; rows: these batch rows alone,
+        from position 0 on."""
         features_BQF = features_BQF.to(self.device, self.drafter.dtype)
         positions_BQ = positions_BQ.to(self.device)
         new = self.drafter.project_context(features_BQF, positions_BQ)
         for cache, layer in zip(self.context, new, strict=True):
+            if rows is not None:
+                Q = positions_BQ.shape[1]
+                cache.key[rows, :, :Q], cache.value[rows, :, :Q] = layer.key, layer.value
+                continue
             index = positions_BQ[:, None, :, None].expand_as(layer.key)
             cache.key.scatter_(2, index, layer.key)
             cache.value.scatter_(2, index, layer.value)
 
     @torch.no_grad()
-    def serial(self, block: Block) -> Tensor:
-        """The k=0 window at p with t_0 in its first slot: hidden states [B, d, C] that draft p+1..p+d."""
+    def serial(self, block: Block, rows: list[int] | None = None) -> Tensor:
+        """The k=0 window at p with t_0 in its first slot: hidden states [B, d, C] that draft p+1..p+d. rows: the batch rows
+        that the block's are, when it holds some alone."""
         first = block.first.to(self.device)
         anchors = first.new_empty(first.shape[0], 1, 0)
-        return self._backbone(Layout.serial(self.d), block, anchors, first[:, None, None])[:, 0]
+        return self._backbone(Layout.serial(self.d), block, anchors, first[:, None, None], rows)[:, 0]
 
     @torch.no_grad()
     def tree(self, block: Block) -> Tensor:
@@ -60,15 +66,13 @@ class DrafterRunner:
         bonus_B, noise_Bd = bonus_B.to(self.device), noise_Bd.to(self.device)
         return Draft(*self.drafter.head.draft(base_logits, bonus_B, hidden_BdC, noise_Bd, self.sampling))
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep these batch rows only."""
-        rows = rows.to(self.device)
-        self.context = [ContextKV(layer.key[rows], layer.value[rows]) for layer in self.context]
-
-    def _backbone(self, layout: Layout, block: Block, anchors: Tensor, first: Tensor | None) -> Tensor:
+    def _backbone(
+        self, layout: Layout, block: Block, anchors: Tensor, first: Tensor | None, only: list[int] | None = None
+    ) -> Tensor:
         self.late_passes += self.after_barrier
         ids = layout.token_ids(anchors, self.drafter.config.mask_token_id, first)
         rows = Rows.build(layout, block.start.to(self.device)[:, None], ids)
         live = min(block.limit, self.context[0].key.shape[2])
-        context = [ContextKV(layer.key[:, :, :live], layer.value[:, :, :live]) for layer in self.context]
+        some = slice(None) if only is None else only
+        context = [ContextKV(layer.key[some, :, :live], layer.value[some, :, :live]) for layer in self.context]
         return rows.branches(self.drafter.forward_rows(rows, context, self.drafter.mask(rows, live)))[:, 0]

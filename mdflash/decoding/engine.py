@@ -3,6 +3,7 @@
 import hashlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from .drafter_runner import DrafterRunner
 from .schedule import Noise, Schedule
 from .serial import Serial
 from .target_runner import TargetRunner
-from .types import RequestResult, Round
+from .types import RequestResult, Round, Verdict
 
 METHODS = ("autoregressive", "dspark", "dflash", "dpara")
 Prompt = str | Sequence[int] | Sequence[dict]
@@ -37,6 +38,7 @@ class Request:
     finish_reason: str | None = None
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    began: float = 0.0  # when decoding began, on the host's clock
 
     def result(self) -> RequestResult:
         return RequestResult(
@@ -123,71 +125,102 @@ def decode(
     )
     requests = [Request(i, prompt_ids(target, prompt, thinking)) for i, prompt in enumerate(prompts)]
     check_prompts(target, requests, max_new_tokens)
-    with grouped_attention(target.model):
-        for at in range(0, len(requests), batch_size):
-            batch = requests[at : at + batch_size]
-            schedule = build_schedule(method, target, drafter, sampling, batch, max_new_tokens, seed, drafter_timeout_s)
+    if requests:
+        with grouped_attention(target.model):
+            schedule = build_schedule(
+                method,
+                target,
+                drafter,
+                sampling,
+                requests,
+                min(batch_size, len(requests)),
+                max_new_tokens,
+                drafter_timeout_s,
+            )
             try:
-                run_batch(schedule, batch, stopping, on_round)
+                run(schedule, requests, stopping, seed, on_round)
             finally:
                 schedule.close()
     return [request.result() for request in requests]
 
 
-def run_batch(schedule: Schedule, requests: list[Request], stopping: Stopping, on_round: OnRound | None = None) -> None:
-    """Drive one batch of requests to its end, dropping each as it finishes."""
-    began = time.perf_counter()
-    live = requests
-    for request, token in zip(live, schedule.prefill([r.prompt for r in live]).tolist(), strict=True):
-        request.prefill_s = time.perf_counter() - began
-        stopping.commit(request, [token])
-        if on_round:
-            on_round(request.index, request)
-    began = time.perf_counter()
-    while live := drop_finished(schedule, live):
-        draft = schedule.block.draft
+def run(
+    schedule: Schedule, requests: list[Request], stopping: Stopping, seed: int, on_round: OnRound | None = None
+) -> None:
+    """Drive all requests through the schedule's batch rows: a row that falls free takes the next request."""
+    rows = Rows(schedule, requests, stopping, seed, on_round or (lambda index, request: None))
+    while rows.fill():
+        verdict, draft, fallback = rows.step()
+        rows.commit(verdict.accepted.tolist(), verdict.bonus.tolist(), draft, fallback)
+
+
+class Rows:
+    """Which request sits in which batch row."""
+
+    def __init__(self, schedule: Schedule, requests: list[Request], stopping: Stopping, seed: int, on_round: OnRound):
+        self.schedule, self.stopping, self.seed, self.on_round = schedule, stopping, seed, on_round
+        self.waiting, self.held = deque(requests), [None] * schedule.batch
+
+    def fill(self) -> bool:
+        """Put waiting requests into free rows (one prefill for all); False when nothing is left to decode."""
+        while self.waiting and None in self.held:
+            free = [row for row, request in enumerate(self.held) if request is None][: len(self.waiting)]
+            new = [self.waiting.popleft() for _ in free]
+            began = time.perf_counter()
+            seeds = [request_seed(self.seed, request.index) for request in new]
+            first = self.schedule.fill(free, [request.prompt for request in new], seeds).tolist()
+            now = time.perf_counter()
+            for row, request, token in zip(free, new, first, strict=True):
+                request.prefill_s, request.began = now - began, now
+                self.held[row] = request
+                self.stopping.commit(request, [token])
+                self._settle(row, request)
+        return any(self.held)
+
+    def step(self) -> tuple[Verdict, list[list[int]], bool]:
+        """One round of all rows, with the host's bound on the slots it reaches: verdict, drafts, whether it fell back."""
+        schedule, block = self.schedule, self.schedule.block
+        drafts = block.draft.tokens.tolist() if block.draft else [[]] * len(self.held)
+        longest = max(len(request.prompt) + len(request.token_ids) for request in self.held if request)
+        schedule.block = block.within(longest + len(drafts[0]))
         late = schedule.drafter.late_passes if schedule.uses_drafter else 0
         verdict = schedule.step()
-        accepted, bonus = verdict.accepted.tolist(), verdict.bonus.tolist()
-        fallback = schedule.uses_drafter and schedule.drafter.late_passes > late
-        drafts = draft.tokens.tolist() if draft else [[]] * len(live)
-        now = time.perf_counter() - began
-        for request, r, b, proposed in zip(live, accepted, bonus, drafts, strict=True):
-            committed = stopping.commit(request, [*proposed[:r], b])
-            cold_start = schedule.uses_drafter and not request.rounds
+        return verdict, drafts, schedule.uses_drafter and schedule.drafter.late_passes > late
+
+    def commit(self, accepted: list[int], bonus: list[int], drafts: list[list[int]], fallback: bool) -> None:
+        """Give every request its tokens; a finished one leaves its row."""
+        now = time.perf_counter()
+        for row, request in enumerate(self.held):
+            if request is None:
+                continue
+            r, b, proposed = accepted[row], bonus[row], drafts[row]
+            committed = self.stopping.commit(request, [*proposed[:r], b])
+            cold_start = self.schedule.uses_drafter and not request.rounds
             request.rounds.append(Round(r, tuple(proposed), b, committed, fallback, cold_start))
-            request.decode_s = now
-            if on_round:
-                on_round(request.index, request)
+            request.decode_s = now - request.began
+            self._settle(row, request)
 
-
-def drop_finished(schedule: Schedule, requests: list[Request]) -> list[Request]:
-    """Keep the unfinished requests' rows, and tighten the host's bound on the slots their next block reaches."""
-    kept = [row for row, request in enumerate(requests) if request.finish_reason is None]
-    if kept and len(kept) < len(requests):
-        schedule.keep(torch.tensor(kept, device=schedule.block.start.device))
-    live = [requests[row] for row in kept]
-    if live:
-        drafts = schedule.block.draft.tokens.shape[1] if schedule.block.draft else 0
-        longest = max(len(request.prompt) + len(request.token_ids) for request in live)
-        schedule.block = schedule.block.within(longest + drafts)
-    return live
+    def _settle(self, row: int, request: Request) -> None:
+        """Free the row of a finished request; report what it has by now."""
+        if request.finish_reason:
+            self.held[row] = None
+            self.schedule.block.park([row])
+        self.on_round(request.index, request)
 
 
 def build_schedule(
-    method: str, target: Target, drafter: MDFlashModel | None, sampling: Sampling, batch: list[Request],
-    max_new_tokens: int, seed: int, timeout_s: float,
+    method: str, target: Target, drafter: MDFlashModel | None, sampling: Sampling, requests: list[Request], batch: int,
+    max_new_tokens: int, timeout_s: float,
 ) -> Schedule:  # fmt: skip
-    """Runners with caches large enough for this batch, and the schedule over them."""
+    """Runners with caches large enough for any of the requests in each of `batch` rows, and the schedule over them."""
     d = drafter.draft_length if drafter is not None else 0
-    slots = max(len(request.prompt) for request in batch) + max_new_tokens + d + 1
+    slots = max(len(request.prompt) for request in requests) + max_new_tokens + d + 1
     taps = tuple(drafter.config.target_layer_ids) if drafter is not None else ()
-    target_runner = TargetRunner(target, taps, sampling, len(batch), slots)
-    seeds = [request_seed(seed, request.index) for request in batch]
-    noise = Noise(seeds, max_new_tokens, d, target.device)
+    target_runner = TargetRunner(target, taps, sampling, batch, slots)
+    noise = Noise(batch, max_new_tokens, d, target.device)
     if drafter is None:
         return Autoregressive(target_runner, None, noise)
-    drafter_runner = DrafterRunner(drafter, sampling, len(batch), slots)
+    drafter_runner = DrafterRunner(drafter, sampling, batch, slots)
     if method == "dpara":
         return DPara(target_runner, drafter_runner, noise, timeout_s)
     return Serial(target_runner, drafter_runner, noise)

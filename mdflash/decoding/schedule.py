@@ -1,75 +1,94 @@
 """What the schedules share: a batch's state, its noise, and the loop's interface."""
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .drafter_runner import DrafterRunner
 from .target_runner import TargetRunner
-from .types import Block, Verdict
+from .types import Block, Draft, Verdict
 
 
 class Noise:
-    """A request's uniforms, drawn once from its own generator: [rounds, 2n+1], so that neither the batch it runs in nor a
-    schedule's timing can change its tokens. Row t serves round t: n for acceptance, 1 for the bonus, n for the next draft."""
+    """Each request's uniforms, drawn once from its own generator: [rounds, 2n+1], so that neither the batch it runs in nor a
+    schedule's timing can change its tokens. Row t serves the request's round t: n for acceptance, 1 for the bonus, n for the
+    next draft."""
 
-    def __init__(self, seeds: list[int], rounds: int, n: int, device: torch.device):
-        self.n = n
-        tables = [torch.rand(rounds + 1, 2 * n + 1, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-        self.table_BtN = torch.stack(tables).to(device)
+    def __init__(self, batch: int, rounds: int, n: int, device: torch.device):
+        self.n, self.rounds = n, rounds
+        self.table_BtN = torch.zeros(batch, rounds + 1, 2 * n + 1, device=device)
+        self.t_B = torch.zeros(batch, dtype=torch.long, device=device)
 
-    def verify(self, t: int) -> Tensor:
-        """[B, n+1] for the verification of round t; its last column is the bonus's (and the prefill's, t = 0)."""
-        return self.table_BtN[:, t, : self.n + 1]
+    def fill(self, rows: list[int], seeds: list[int]) -> None:
+        """New requests in these batch rows, at their round 0."""
+        shape = self.table_BtN.shape[1:]
+        tables = [torch.rand(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        self.table_BtN[rows] = torch.stack(tables).to(self.table_BtN.device)
+        self.t_B[rows] = 0
 
-    def draft(self, t: int) -> Tensor:
-        """[B, n] for the draft made in round t."""
-        return self.table_BtN[:, t, self.n + 1 :]
+    def advance(self) -> None:
+        """The next round of every row."""
+        self.t_B = (self.t_B + 1).clamp(max=self.rounds)
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep these batch rows only."""
-        self.table_BtN = self.table_BtN[rows]
+    def verify(self) -> Tensor:
+        """[B, n+1] for this round's verification; its last column is the bonus's (and the prefill's, in round 0)."""
+        return self._now()[:, : self.n + 1]
+
+    def draft(self) -> Tensor:
+        """[B, n] for the draft made in this round."""
+        return self._now()[:, self.n + 1 :]
+
+    def _now(self) -> Tensor:
+        return self.table_BtN[torch.arange(len(self.t_B), device=self.t_B.device), self.t_B]
 
 
 class Schedule(ABC):
-    """One way to alternate drafting and verification. `block` is always the block to be verified next."""
+    """One way to alternate drafting and verification, over a fixed number of batch rows that requests pass through. `block`
+    is always the block to be verified next."""
 
     uses_drafter = True
 
     def __init__(self, target: TargetRunner, drafter: DrafterRunner | None, noise: Noise):
         self.target, self.drafter, self.noise = target, drafter, noise
-        self.block: Block
-        self.t = 0
+        self.block = self._idle_block()
 
-    def prefill(self, prompts: list[list[int]]) -> Tensor:
-        """Read the prompts and prepare the first block; returns the first tokens [B]. With a drafter this is the cold
-        start: every prompt feature and t_0 are known, so the first draft is one serial k=0 window."""
-        block, features = self.target.prefill(prompts, self.noise.verify(0)[:, -1])
+    @property
+    def batch(self) -> int:
+        """How many batch rows there are."""
+        return len(self.noise.t_B)
+
+    def fill(self, rows: list[int], prompts: list[list[int]], seeds: list[int]) -> Tensor:
+        """Read new requests into these batch rows and prepare their first block; returns their first tokens. With a drafter
+        this is the cold start: every prompt feature and t_0 are known, so the first draft is one serial k=0 window."""
+        self.noise.fill(rows, seeds)
+        block, features = self.target.prefill(rows, prompts, self.noise.verify()[rows, -1])
         if self.uses_drafter:
             B, T = features.shape[:2]
-            self.drafter.append(features, torch.arange(T, device=features.device).expand(B, T))
-            draft = self.drafter.head(self.drafter.serial(block), block.first, self.noise.draft(0))
-            block = Block(block.first, draft, block.start, block.limit + self.drafter.d)
-        self.block = block
+            self.drafter.append(features, torch.arange(T, device=features.device).expand(B, T), rows)
+            hidden = self.drafter.serial(block, rows)
+            block = replace(block, draft=self.drafter.head(hidden, block.first, self.noise.draft()[rows]))
+        self.block.put(rows, block)
         return block.first
 
     def step(self) -> Verdict:
         """One round: advances the noise, then the schedule's own `round`."""
-        self.t += 1
+        self.noise.advance()
         return self.round()
 
     @abstractmethod
     def round(self) -> Verdict:
         """Verify `self.block`, put the next one in its place."""
 
-    def keep(self, rows: Tensor) -> None:
-        """Drop finished requests: keep these batch rows only."""
-        self.target.keep(rows)
-        if self.uses_drafter:
-            self.drafter.keep(rows)
-        self.noise.keep(rows)
-        self.block = self.block.keep(rows)
-
     def close(self) -> None:
         """Release what the schedule holds (threads)."""
+
+    def _idle_block(self) -> Block:
+        B, device = self.batch, self.noise.t_B.device
+        zero, draft = torch.zeros(B, dtype=torch.long, device=device), None
+        if self.uses_drafter:
+            place = {"device": self.drafter.device}
+            q = torch.zeros(B, self.drafter.d, self.drafter.drafter.config.vocab_size, **place)
+            draft = Draft(torch.zeros(B, self.drafter.d, dtype=torch.long, **place), q)
+        return Block(zero, draft, zero.clone(), torch.zeros(B, dtype=torch.bool, device=device), 0)

@@ -9,9 +9,9 @@ class Serial(Schedule):
 
     def round(self) -> Verdict:
         block = self.block
-        verdict = self.target.verify(block, self.noise.verify(self.t))
+        verdict = self.target.verify(block, self.noise.verify())
         self.drafter.append(verdict.features, block.positions)
         window = self.drafter.serial(block.next(verdict, None))
-        draft = self.drafter.head(window, verdict.bonus, self.noise.draft(self.t))
+        draft = self.drafter.head(window, verdict.bonus, self.noise.draft())
         self.block = block.next(verdict, draft)
         return verdict

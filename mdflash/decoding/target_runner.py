@@ -14,7 +14,7 @@ from .types import Block, Verdict
 class SlotCache(Cache):
     """A static KV cache whose slot IS the position: rejected tokens are overwritten in place, nothing is ever cropped.
 
-    Rows of a batch may stand at different positions. `at` says where the next pass writes and how many slots it reads.
+    Rows of a batch may stand at different positions. `at` aims the next pass; `fresh` aims a prefill of some rows.
     """
 
     def __init__(self, target: Target, batch: int, slots: int):
@@ -29,12 +29,22 @@ class SlotCache(Cache):
 
     def at(self, positions_BQ: Tensor, limit: int) -> Tensor:
         """Aim the next pass at these positions, reading slots 0..limit-1; returns its causal mask [B, 1, Q, limit]."""
-        self.positions_BQ, self.limit = positions_BQ, limit
+        self.positions_BQ, self.limit, self.rows = positions_BQ, limit, None
         slots = torch.arange(limit, device=positions_BQ.device)
         return (slots <= positions_BQ[..., None])[:, None]
 
+    def fresh(self, rows: list[int], positions_BQ: Tensor) -> Tensor:
+        """Aim the next pass at a prefill of these batch rows from position 0 on; returns its causal mask [b, 1, Q, Q]."""
+        mask = self.at(positions_BQ, positions_BQ.shape[1])
+        self.rows = rows
+        return mask
+
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Called by each attention layer of the target: store the new states, return all that the pass reads."""
+        if self.rows is not None:
+            for cache, states in zip(self.pairs[layer_idx], (key_states, value_states), strict=True):
+                cache[self.rows, :, : states.shape[2]] = states
+            return key_states, value_states
         index = self.positions_BQ[:, None, :, None].expand_as(key_states)
         for cache, states in zip(self.pairs[layer_idx], (key_states, value_states), strict=True):
             cache.scatter_(2, index, states)
@@ -43,10 +53,6 @@ class SlotCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions and mask are always given, so transformers has no use for a length."""
         return 0
-
-    def keep(self, rows: Tensor) -> None:
-        """Keep these batch rows only."""
-        self.pairs = [[cache[rows.to(cache.device)] for cache in pair] for pair in self.pairs]
 
 
 class TargetRunner:
@@ -57,16 +63,17 @@ class TargetRunner:
         self.cache = SlotCache(target, batch, slots)
 
     @torch.no_grad()
-    def prefill(self, prompts: list[list[int]], noise_B: Tensor) -> tuple[Block, Tensor | None]:
-        """Read the prompts (ragged). Returns the first block, t_0 alone at position p = prompt length, and the features
-        [B, T, F] of the prompts, T the longest (rows past a prompt's end are padding, overwritten before use)."""
+    def prefill(self, rows: list[int], prompts: list[list[int]], noise_B: Tensor) -> tuple[Block, Tensor | None]:
+        """Read prompts (ragged) into these batch rows. Returns their first block, t_0 alone at position p = prompt length,
+        and the features [b, T, F] of the prompts, T the longest (past a prompt's end is padding, overwritten before use)."""
         ids_BT = pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(self.target.device)
         length_B = torch.tensor([len(p) for p in prompts], device=self.target.device)
         B, T = ids_BT.shape
-        out = self._pass(ids_BT, torch.arange(T, device=ids_BT.device).expand(B, T), T)
+        positions_BT = torch.arange(T, device=ids_BT.device).expand(B, T)
+        out = self.target.forward(ids_BT, self.taps, positions_BT, self.cache, self.cache.fresh(rows, positions_BT))
         last_B1C = out.hidden[torch.arange(B, device=ids_BT.device), length_B - 1][:, None]
         _, first_B = accept(self._distribution(last_B1C), None, noise_B[:, None])
-        return Block(first_B, None, length_B, T + 1), out.features
+        return Block(first_B, None, length_B, torch.ones_like(length_B, dtype=torch.bool), T + 1), out.features
 
     @torch.no_grad()
     def verify(self, block: Block, noise_Bn1: Tensor) -> Verdict:
@@ -75,10 +82,6 @@ class TargetRunner:
         draft = block.draft and block.draft.to(self.target.device)
         accepted_B, bonus_B = accept(self._distribution(out.hidden), draft, noise_Bn1)
         return Verdict(accepted_B, bonus_B, out.features)
-
-    def keep(self, rows: Tensor) -> None:
-        """Keep these batch rows only."""
-        self.cache.keep(rows)
 
     def _pass(self, ids_BQ: Tensor, positions_BQ: Tensor, limit: int):
         mask = self.cache.at(positions_BQ, limit)

@@ -17,23 +17,24 @@ class Draft:
         """The draft on another device."""
         return Draft(self.tokens.to(device), self.q.to(device))
 
-    def keep(self, rows: Tensor) -> "Draft":
-        """These batch rows only."""
-        rows = rows.to(self.tokens.device)
-        return Draft(self.tokens[rows], self.q[rows])
+    def put(self, rows: list[int], other: "Draft") -> None:
+        """Overwrite these batch rows with another draft's."""
+        self.tokens[rows], self.q[rows] = other.tokens, other.q
 
 
 @dataclass(frozen=True)
 class Block:
     """What one verification reads: t_0 (the previous bonus) and the drafts t_1..t_n, starting at position p.
 
-    Attributes: first [B]: t_0. draft: None for autoregressive. start [B]: p of each request. limit: a host integer no
-    smaller than any p + n + 1, the slots a pass over this block can reach.
+    Attributes: first [B]: t_0. draft: None for autoregressive. start [B]: p of each request. live [B]: rows that hold a
+    request; the others stay where they are. limit: a host integer no smaller than any p + n + 1, the slots a pass over this
+    block can reach.
     """
 
     first: Tensor
     draft: Draft | None
     start: Tensor
+    live: Tensor
     limit: int
 
     @property
@@ -51,15 +52,22 @@ class Block:
     def next(self, verdict: "Verdict", draft: Draft | None) -> "Block":
         """The block after a verdict: (b, y_1..y_n) at p + r + 1."""
         n = 0 if draft is None else draft.tokens.shape[1]
-        return Block(verdict.bonus, draft, self.start + verdict.accepted + 1, self.limit + n + 1)
+        start = self.start + (verdict.accepted + 1) * self.live
+        return Block(verdict.bonus, draft, start, self.live, self.limit + n + 1)
 
     def within(self, limit: int) -> "Block":
         """The same block with a tighter host-side bound."""
         return replace(self, limit=limit)
 
-    def keep(self, rows: Tensor) -> "Block":
-        """These batch rows only."""
-        return Block(self.first[rows], self.draft and self.draft.keep(rows), self.start[rows], self.limit)
+    def put(self, rows: list[int], other: "Block") -> None:
+        """Overwrite these batch rows with another block's: a new request in each."""
+        self.first[rows], self.start[rows], self.live[rows] = other.first, other.start, True
+        if self.draft is not None:
+            self.draft.put(rows, other.draft)
+
+    def park(self, rows: list[int]) -> None:
+        """These rows hold no request any more: they repeat position 0, which the next request overwrites."""
+        self.start[rows], self.live[rows] = 0, False
 
 
 @dataclass(frozen=True)

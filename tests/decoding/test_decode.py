@@ -7,6 +7,7 @@ import torch
 from conftest import counting_target, make_drafter, make_target, make_tokenizer
 
 from mdflash import Target, decode
+from mdflash.decoding.dpara import DPara
 from mdflash.decoding.drafter_runner import DrafterRunner
 from mdflash.decoding.target_runner import TargetRunner
 
@@ -216,3 +217,19 @@ def test_one_gpu_gives_the_cpu_tokens(attention):
     drafter.attention = attention
     results = decode(target, drafter, PROMPTS, "dpara", 24, stop_ids=[], batch_size=3, devices="cuda:0,cuda:0")
     assert [r.token_ids for r in results] == expected
+
+
+def test_free_rows_take_the_next_request_at_once(target, drafter, monkeypatch):
+    """Two rows, five requests of which the first is long: the other row serves the rest meanwhile."""
+    fills, fill = [], DPara.fill
+    monkeypatch.setattr(
+        DPara, "fill", lambda self, rows, prompts, seeds: fills.append(rows) or fill(self, rows, prompts, seeds)
+    )
+    stop = decode(target, drafter, [PROMPTS[0]], "dpara", 24, stop_ids=[])[0].token_ids
+    others = [PROMPTS[1]] * 4
+    short = decode(target, drafter, others[:1], "autoregressive", 24, stop_ids=[])[0].token_ids
+    ends = next(token for token in short if token not in stop)  # ends the others, never the first
+    results = decode(target, drafter, [PROMPTS[0], *others], "dpara", 24, stop_ids=[ends], batch_size=2)
+    assert results[0].token_ids == stop
+    assert all(r.token_ids == short[: short.index(ends) + 1] for r in results[1:])
+    assert fills[1:] == [[0, 1], [1], [1], [1]]

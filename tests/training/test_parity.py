@@ -29,18 +29,25 @@ def test_training_window_equals_decoder_branch(family, lengths):
     runner = TargetRunner(target, tuple(drafter.config.target_layer_ids), Sampling(), len(texts), slots)
     backbone = DrafterRunner(drafter, Sampling(), len(texts), slots)
     block, features = runner.prefill(
-        [text[:n].tolist() for text, n in zip(texts, lengths, strict=True)], torch.zeros(len(texts))
+        list(range(len(texts))),
+        [text[:n].tolist() for text, n in zip(texts, lengths, strict=True)],
+        torch.zeros(len(texts)),
     )
     backbone.append(features, torch.arange(features.shape[1]).expand(len(texts), -1))
     tokens = torch.stack([text[n : n + d + 1] for text, n in zip(texts, lengths, strict=True)])
     draft = Draft(tokens[:, 1:], torch.zeros(len(texts), d, vocab))
-    block = Block(tokens[:, 0], draft, block.start, block.limit + d)
+    live = block.live
+    block = Block(tokens[:, 0], draft, block.start, live, block.limit + d)
     branches, serial = backbone.tree(block), backbone.serial(block)
     # one round later: features of the block's tokens come from the verify pass through the cache
     verdict = runner.verify(block, torch.zeros(len(texts), d + 1))
     backbone.append(verdict.features, block.positions)
     later = Block(
-        torch.stack([t[n + 2] for t, n in zip(texts, lengths, strict=True)]), None, block.start + 2, block.limit + 2
+        torch.stack([t[n + 2] for t, n in zip(texts, lengths, strict=True)]),
+        None,
+        block.start + 2,
+        live,
+        block.limit + 2,
     )
     later_serial = backbone.serial(later)
 
