@@ -17,12 +17,14 @@ from ..target.target import check_pair, share_weights
 from .autoregressive import Autoregressive
 from .dpara import DPara
 from .drafter_runner import DrafterRunner
+from .mailbox import Outcome
 from .schedule import Noise, Schedule
 from .serial import Serial
 from .target_runner import TargetRunner
-from .types import RequestResult, Round, Verdict
+from .types import RequestResult, Round
 
 METHODS = ("autoregressive", "dspark", "dflash", "dpara")
+LAG = 1  # on GPUs the host reads a round's outcome while the next round runs
 Prompt = str | Sequence[int] | Sequence[dict]
 OnRound = Callable[[int, "Request"], None]
 
@@ -127,42 +129,57 @@ def decode(
     check_prompts(target, requests, max_new_tokens)
     if requests:
         with grouped_attention(target.model):
+            lag = LAG if target.device.type == "cuda" else 0
             schedule = build_schedule(
-                method,
-                target,
-                drafter,
-                sampling,
-                requests,
-                min(batch_size, len(requests)),
-                max_new_tokens,
+                method, target, drafter, sampling, requests, min(batch_size, len(requests)), max_new_tokens, lag,
                 drafter_timeout_s,
-            )
+            )  # fmt: skip
             try:
-                run(schedule, requests, stopping, seed, on_round)
+                run(schedule, requests, stopping, seed, lag, drafter_timeout_s, on_round)
             finally:
                 schedule.close()
     return [request.result() for request in requests]
 
 
 def run(
-    schedule: Schedule, requests: list[Request], stopping: Stopping, seed: int, on_round: OnRound | None = None
-) -> None:
-    """Drive all requests through the schedule's batch rows: a row that falls free takes the next request."""
-    rows = Rows(schedule, requests, stopping, seed, on_round or (lambda index, request: None))
-    while rows.fill():
-        verdict, draft, fallback = rows.step()
-        rows.commit(verdict.accepted.tolist(), verdict.bonus.tolist(), draft, fallback)
+    schedule: Schedule, requests: list[Request], stopping: Stopping, seed: int, lag: int, timeout_s: float,
+    on_round: OnRound | None = None,
+) -> None:  # fmt: skip
+    """Drive all requests through the schedule's batch rows: a row that falls free takes the next request.
+
+    lag: rounds that may be under way before the host looks at an outcome. A finished request's row runs on for so many
+    rounds, which are dropped and not counted.
+    """
+    rows = Rows(schedule, requests, stopping, seed, lag, on_round or (lambda index, request: None))
+    flying: deque[Flight] = deque()
+    while rows.fill() or flying:
+        if any(rows.held):
+            flying.append(rows.step())
+        if len(flying) > lag or not any(rows.held):
+            rows.commit(flying.popleft(), timeout_s)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A round under way: the requests it serves by batch row, its outcome, whether it fell back."""
+
+    held: tuple[Request | None, ...]
+    outcome: Outcome
+    fallback: bool
 
 
 class Rows:
     """Which request sits in which batch row."""
 
-    def __init__(self, schedule: Schedule, requests: list[Request], stopping: Stopping, seed: int, on_round: OnRound):
-        self.schedule, self.stopping, self.seed, self.on_round = schedule, stopping, seed, on_round
-        self.waiting, self.held = deque(requests), [None] * schedule.batch
+    def __init__(
+        self, schedule: Schedule, requests: list[Request], stopping: Stopping, seed: int, lag: int, on_round: OnRound
+    ):
+        self.schedule, self.stopping, self.seed, self.lag, self.on_round = schedule, stopping, seed, lag, on_round
+        self.waiting: deque[Request] = deque(requests)
+        self.held: list[Request | None] = [None] * schedule.batch
 
     def fill(self) -> bool:
-        """Put waiting requests into free rows (one prefill for all); False when nothing is left to decode."""
+        """Put waiting requests into free rows (one prefill for all); False when no row holds a request."""
         while self.waiting and None in self.held:
             free = [row for row, request in enumerate(self.held) if request is None][: len(self.waiting)]
             new = [self.waiting.popleft() for _ in free]
@@ -177,26 +194,27 @@ class Rows:
                 self._settle(row, request)
         return any(self.held)
 
-    def step(self) -> tuple[Verdict, list[list[int]], bool]:
-        """One round of all rows, with the host's bound on the slots it reaches: verdict, drafts, whether it fell back."""
+    def step(self) -> Flight:
+        """Start one round of all rows, with the host's bound on the slots it reaches."""
         schedule, block = self.schedule, self.schedule.block
-        drafts = block.draft.tokens.tolist() if block.draft else [[]] * len(self.held)
+        n = block.draft.tokens.shape[1] if block.draft else 0
         longest = max(len(request.prompt) + len(request.token_ids) for request in self.held if request)
-        schedule.block = block.within(longest + len(drafts[0]))
+        schedule.block = block = block.within(longest + n + self.lag * (n + 1))
         late = schedule.drafter.late_passes if schedule.uses_drafter else 0
-        verdict = schedule.step()
-        return verdict, drafts, schedule.uses_drafter and schedule.drafter.late_passes > late
+        outcome = Outcome(block, schedule.step())
+        return Flight(tuple(self.held), outcome, schedule.uses_drafter and schedule.drafter.late_passes > late)
 
-    def commit(self, accepted: list[int], bonus: list[int], drafts: list[list[int]], fallback: bool) -> None:
-        """Give every request its tokens; a finished one leaves its row."""
+    def commit(self, flight: Flight, timeout_s: float) -> None:
+        """Give every request its tokens; a finished one leaves its row, and what it still had under way is dropped."""
+        accepted, bonus, drafts = flight.outcome.read(timeout_s)
         now = time.perf_counter()
-        for row, request in enumerate(self.held):
-            if request is None:
+        for row, request in enumerate(flight.held):
+            if request is None or request.finish_reason:
                 continue
             r, b, proposed = accepted[row], bonus[row], drafts[row]
             committed = self.stopping.commit(request, [*proposed[:r], b])
             cold_start = self.schedule.uses_drafter and not request.rounds
-            request.rounds.append(Round(r, tuple(proposed), b, committed, fallback, cold_start))
+            request.rounds.append(Round(r, tuple(proposed), b, committed, flight.fallback, cold_start))
             request.decode_s = now - request.began
             self._settle(row, request)
 
@@ -210,14 +228,14 @@ class Rows:
 
 def build_schedule(
     method: str, target: Target, drafter: MDFlashModel | None, sampling: Sampling, requests: list[Request], batch: int,
-    max_new_tokens: int, timeout_s: float,
+    max_new_tokens: int, lag: int, timeout_s: float,
 ) -> Schedule:  # fmt: skip
     """Runners with caches large enough for any of the requests in each of `batch` rows, and the schedule over them."""
     d = drafter.draft_length if drafter is not None else 0
-    slots = max(len(request.prompt) for request in requests) + max_new_tokens + d + 1
+    slots = max(len(request.prompt) for request in requests) + max_new_tokens + (1 + lag) * (d + 1)
     taps = tuple(drafter.config.target_layer_ids) if drafter is not None else ()
     target_runner = TargetRunner(target, taps, sampling, batch, slots)
-    noise = Noise(batch, max_new_tokens, d, target.device)
+    noise = Noise(batch, max_new_tokens + lag, d, target.device)
     if drafter is None:
         return Autoregressive(target_runner, None, noise)
     drafter_runner = DrafterRunner(drafter, sampling, batch, slots)

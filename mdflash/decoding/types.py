@@ -106,8 +106,8 @@ class RequestResult:
     """A finished request.
 
     token_ids: the answer, the stop token included. finish_reason: "stop" or "length". rounds: in order; the prefill's token
-    belongs to none. prefill_s, decode_s: seconds from the batch's start to the first token, and from there to this request's
-    last token.
+    belongs to none. prefill_s, decode_s: seconds that its prefill took (with the requests read in beside it), and from its
+    first token to its last, prefills of other rows in between included.
     """
 
     token_ids: tuple[int, ...]

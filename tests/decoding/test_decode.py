@@ -7,6 +7,7 @@ import torch
 from conftest import counting_target, make_drafter, make_target, make_tokenizer
 
 from mdflash import Target, decode
+from mdflash.decoding import engine
 from mdflash.decoding.dpara import DPara
 from mdflash.decoding.drafter_runner import DrafterRunner
 from mdflash.decoding.target_runner import TargetRunner
@@ -233,3 +234,18 @@ def test_free_rows_take_the_next_request_at_once(target, drafter, monkeypatch):
     assert results[0].token_ids == stop
     assert all(r.token_ids == short[: short.index(ends) + 1] for r in results[1:])
     assert fills[1:] == [[0, 1], [1], [1], [1]]
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "dspark", "dpara"])
+def test_a_host_that_looks_late_changes_no_result(target, drafter, method, monkeypatch):
+    """Outcomes read two rounds late: the same tokens, rounds and stops; what a finished row did meanwhile is dropped."""
+    settings = dict(method=method, max_new_tokens=17, temperature=1.0, stop_ids=[5, 11], batch_size=2, seed=1)
+    at_once = decode(target, drafter, PROMPTS * 2, **settings)
+    build, run = engine.build_schedule, engine.run
+    monkeypatch.setattr(engine, "build_schedule", lambda *args: build(*args[:-2], 2, args[-1]))
+    monkeypatch.setattr(engine, "run", lambda a, b, c, seed, lag, *rest: run(a, b, c, seed, 2, *rest))
+    late = decode(target, drafter, PROMPTS * 2, **settings)
+    assert [(r.token_ids, r.finish_reason, r.rounds) for r in late] == [
+        (r.token_ids, r.finish_reason, r.rounds) for r in at_once
+    ]
+    assert {r.finish_reason for r in late} == {"stop", "length"}
