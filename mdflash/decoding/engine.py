@@ -17,6 +17,7 @@ from ..target.target import check_pair, share_weights
 from .autoregressive import Autoregressive
 from .dpara import DPara
 from .drafter_runner import DrafterRunner
+from .fast import FastTargetRunner
 from .mailbox import Outcome
 from .schedule import Noise, Schedule
 from .serial import Serial
@@ -24,6 +25,7 @@ from .target_runner import TargetRunner
 from .types import RequestResult, Round
 
 METHODS = ("autoregressive", "dspark", "dflash", "dpara")
+RUNNERS = {"eager": TargetRunner, "fast": FastTargetRunner}
 LAG = 1  # on GPUs the host reads a round's outcome while the next round runs
 Prompt = str | Sequence[int] | Sequence[dict]
 OnRound = Callable[[int, "Request"], None]
@@ -96,6 +98,7 @@ def decode(
     thinking: bool = False,
     on_round: OnRound | None = None,
     drafter_timeout_s: float = 120.0,
+    runner: str = "eager",
 ) -> list[RequestResult]:
     """Answer every prompt with one schedule; results come in the prompts' order.
 
@@ -105,11 +108,15 @@ def decode(
     models where they are. The drafter is moved; serial methods draft on the target's device.
     seed: request i draws from its own generator keyed by (seed, i): its tokens do not depend on its batch.
     stop_strings: the answer ends with the token that completes one. on_round(request index, request) after the prefill and
-    after every round, for streaming. Raises ValueError for inputs that break a rule, before anything runs.
+    after every round, for streaming. runner: the target's passes, "eager" (the Hugging Face model; the reference) or "fast"
+    (fused weights, kernels, CUDA graphs; for Qwen3's and Llama's layers).
+    Raises ValueError for inputs that break a rule, before anything runs.
     """
     sampling = Sampling(temperature, top_k, top_p)
     drafter = None if method == "autoregressive" else drafter
     check_method(method, drafter)
+    if runner not in RUNNERS:
+        raise ValueError(f"runner={runner!r}: use one of {', '.join(RUNNERS)}")
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name}={value}: use a positive integer")
@@ -132,7 +139,7 @@ def decode(
             lag = LAG if target.device.type == "cuda" else 0
             schedule = build_schedule(
                 method, target, drafter, sampling, requests, min(batch_size, len(requests)), max_new_tokens, lag,
-                drafter_timeout_s,
+                drafter_timeout_s, RUNNERS[runner],
             )  # fmt: skip
             try:
                 run(schedule, requests, stopping, seed, lag, drafter_timeout_s, on_round)
@@ -228,13 +235,13 @@ class Rows:
 
 def build_schedule(
     method: str, target: Target, drafter: MDFlashModel | None, sampling: Sampling, requests: list[Request], batch: int,
-    max_new_tokens: int, lag: int, timeout_s: float,
+    max_new_tokens: int, lag: int, timeout_s: float, runner: type[TargetRunner],
 ) -> Schedule:  # fmt: skip
     """Runners with caches large enough for any of the requests in each of `batch` rows, and the schedule over them."""
     d = drafter.draft_length if drafter is not None else 0
     slots = max(len(request.prompt) for request in requests) + max_new_tokens + (1 + lag) * (d + 1)
     taps = tuple(drafter.config.target_layer_ids) if drafter is not None else ()
-    target_runner = TargetRunner(target, taps, sampling, batch, slots)
+    target_runner = runner(target, taps, sampling, batch, slots)
     noise = Noise(batch, max_new_tokens + lag, d, target.device)
     if drafter is None:
         return Autoregressive(target_runner, None, noise)

@@ -118,6 +118,7 @@ def test_stop_strings_and_chat_prompts():
         ({"stop_strings": [""]}, "list of non-empty strings"),
         ({"drafter": None}, "needs a drafter"),
         ({"devices": "cpu,cpu,cpu"}, "devices"),
+        ({"runner": "slow"}, "runner='slow'"),
     ],
 )
 def test_bad_input_is_refused(target, drafter, arguments, message):
@@ -242,7 +243,7 @@ def test_a_host_that_looks_late_changes_no_result(target, drafter, method, monke
     settings = dict(method=method, max_new_tokens=17, temperature=1.0, stop_ids=[5, 11], batch_size=2, seed=1)
     at_once = decode(target, drafter, PROMPTS * 2, **settings)
     build, run = engine.build_schedule, engine.run
-    monkeypatch.setattr(engine, "build_schedule", lambda *args: build(*args[:-2], 2, args[-1]))
+    monkeypatch.setattr(engine, "build_schedule", lambda *args: build(*args[:-3], 2, *args[-2:]))
     monkeypatch.setattr(engine, "run", lambda a, b, c, seed, lag, *rest: run(a, b, c, seed, 2, *rest))
     late = decode(target, drafter, PROMPTS * 2, **settings)
     assert [(r.token_ids, r.finish_reason, r.rounds) for r in late] == [

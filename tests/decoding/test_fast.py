@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from conftest import make_target
+from conftest import make_drafter, make_target
 
+from mdflash import decode
 from mdflash.decoding.fast import FastDecoder, ops, why_not_fast
 from mdflash.decoding.target_runner import SlotCache
 
 TAPS = (-1, 0, 2)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 12, [10], list(range(20, 60))]
 WIDE = {"hidden": 64, "head_dim": 16}
 YARN = {
     "rope_parameters": {
@@ -58,6 +60,28 @@ def test_fast_pass_equals_the_eager_one(family, extra):
         start = start + torch.tensor(step)
     for ours, theirs in zip(caches[1].pairs, caches[0].pairs, strict=True):
         torch.testing.assert_close(ours, list(theirs), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "dspark", "dpara"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_fast_runner_gives_the_eager_tokens(method, temperature):
+    target = make()
+    drafter = make_drafter(target)
+    settings = dict(max_new_tokens=20, temperature=temperature, stop_ids=[], batch_size=2, seed=5)
+    runs = [decode(target, drafter, PROMPTS, method, runner=runner, **settings) for runner in ("eager", "fast")]
+    assert [(r.token_ids, r.rounds) for r in runs[0]] == [(r.token_ids, r.rounds) for r in runs[1]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["autoregressive", "dspark", "dpara"])
+def test_graphs_give_the_cpu_tokens(method):
+    target = make()
+    drafter = make_drafter(target)
+    expected = decode(target, drafter, PROMPTS, method, 24, stop_ids=[], batch_size=3)
+    found = decode(
+        target, drafter, PROMPTS, method, 24, stop_ids=[], batch_size=3, devices="cuda:0,cuda:0", runner="fast"
+    )
+    assert [r.token_ids for r in found] == [r.token_ids for r in expected]
 
 
 def test_fusing_holds_nothing_twice():

@@ -66,6 +66,14 @@ class FastDecoder:
 
             self.ops = kernels
 
+    @classmethod
+    def of(cls, target: Target) -> "FastDecoder":
+        """The target's fast decoder, made at the first call and again after its weights have moved."""
+        held, projection = getattr(target, "fast_decoder", None), target.decoder.layers[0].self_attn.q_proj.weight
+        if held is None or held.layers[0].qkv[0].data_ptr() != projection.data_ptr():
+            target.fast_decoder = held = cls(target)
+        return held
+
     @torch.no_grad()
     def forward(
         self,
