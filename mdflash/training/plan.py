@@ -27,7 +27,7 @@ from .bootstrap import bootstrap_config
 from .flops import count, drafter_part, layer_weights, widths
 
 FP32 = 4
-LAYERS_IN_FLIGHT = 3  # of a sharded target: one computes from its gathered buffer's copy, the next is gathered
+LAYERS_IN_FLIGHT = 3  # of a sharded target: the computing layer's weights and gathering buffer, the next one's buffer
 GEOMETRY = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
