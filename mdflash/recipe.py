@@ -27,6 +27,7 @@ class TargetSection:
         gguf_file: name of a GGUF file inside `path`, dequantised on load.
         dtype: parameter and activation type of target and drafter when answering and decoding.
         attn_implementation: of the training pass; "auto" takes flash-attn where it is importable, else SDPA.
+        shard: training on several ranks: each keeps a share of every decoder layer, for a target that its card does not fit.
         thinking: whether the chat template's thinking mode is on; recorded in data and checkpoints.
     """
 
@@ -35,6 +36,7 @@ class TargetSection:
     gguf_file: str | None = None
     dtype: str = "bfloat16"
     attn_implementation: str = "auto"
+    shard: bool = False
     thinking: bool = False
 
     def __post_init__(self):
@@ -153,6 +155,7 @@ class StageSection:
         attention: auto (FlexAttention on GPUs), flex or dense.
         compile: compile the layers of target and drafter (once for all lengths); null does on GPUs, except under ZeRO-3.
         loss_rows: label rows whose logits exist at once.
+        activation_checkpointing: keep each drafter layer's input alone for backward, which computes the layer again.
         deepspeed: DeepSpeed JSON; null runs plain HF Trainer.
         eval_steps: steps between held-out evaluations; 0 evaluates at the end only.
         eval_requests: held-out prompts decoded for the held-out acceptance length; 0 skips it.
@@ -178,6 +181,7 @@ class StageSection:
     attention: Literal["auto", "flex", "dense"] = "auto"
     compile: bool | None = None
     loss_rows: int = 4096
+    activation_checkpointing: bool = False
     deepspeed: str | None = "recipes/deepspeed/zero1.json"
     eval_steps: int = 0
     eval_requests: int = 16

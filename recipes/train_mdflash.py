@@ -27,7 +27,15 @@ from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, MDFlashTrainer, 
 from mdflash.training.checkpoints import write_whole
 from mdflash.training.frozen import check_unchanged, frozen_part, hashes
 from mdflash.training.lora import add_adapters
-from mdflash.training.run import FINISHED, claim, join_wandb_run, record_settings, resume_point, training_arguments
+from mdflash.training.run import (
+    FINISHED,
+    claim,
+    join_wandb_run,
+    record_settings,
+    resume_point,
+    training_arguments,
+    world_size,
+)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -74,9 +82,11 @@ def run(recipe: Recipe) -> None:
         settings.loss_rows,
         target.dtype == torch.bfloat16 or (settings.bf16 and device.type == "cuda"),
     )
+    drafter.activation_checkpointing = settings.activation_checkpointing
     if compiles(settings, device):
-        target.compile_layers()
         drafter.compile_layers()
+        if not target.sharded:
+            target.compile_layers()
     join_wandb_run(folder, settings)
     arguments = training_arguments(settings, folder, len(train), f"{recipe.name}-{stage}")
     trainer = MDFlashTrainer(module, arguments, train, held_out, held_out_acceptance(recipe, target, prompts))
@@ -87,10 +97,10 @@ def run(recipe: Recipe) -> None:
     seconds = time.time() - began
     metrics = trainer.evaluate()
     trainer.save_final(folder, dtype)
+    check_unchanged(target_before, hashes(target.model.named_parameters()), "target")
     if trainer.is_world_process_zero():
         written = load_drafter(folder)
         check_unchanged(frozen_before, hashes(frozen(written.state_dict()).items()), "drafter")
-        check_unchanged(target_before, hashes(target.model.named_parameters()), "target")
         record = {
             "stage": stage, "recipe": resolved(recipe), "layout_anchor_counts": anchor_counts(layouts), "metrics": metrics,
             "steps": trainer.state.global_step, "seconds": round(seconds, 1), "texts": len(train),
@@ -120,10 +130,11 @@ def compiles(settings: StageSection, device: torch.device) -> bool:
 
 
 def load_frozen_target(recipe: Recipe, device: torch.device) -> Target:
-    """The recipe's target on the training device."""
-    section = recipe.target
+    """The recipe's target on the training device (its layers spread over the ranks' if it says so)."""
+    section, ranks = recipe.target, world_size()
     gguf = {"gguf_file": section.gguf_file} if section.gguf_file else {}
-    return load_target(section.path, section.dtype, device, section.revision, section.attn_implementation, **gguf)
+    over = ranks if section.shard else 1
+    return load_target(section.path, section.dtype, device, section.revision, section.attn_implementation, over, **gguf)
 
 
 def starting_point(recipe: Recipe, target: Target) -> tuple[MDFlashModel, tuple[Layout, ...]]:
@@ -178,6 +189,9 @@ def datasets(
 def held_out_acceptance(recipe: Recipe, target: Target, prompts: list[list[int]]):
     """The callback that joins training and decoding: acceptance length of the drafter as it stands."""
     if not prompts:
+        return None
+    if target.sharded:
+        print("target.shard: no held-out acceptance length, which rank 0 would decode alone; the held-out loss stays")
         return None
     method = {"mdflash": "dpara"}.get(recipe.stage, recipe.stage)
     budget = min(128, recipe.data.max_new_tokens)

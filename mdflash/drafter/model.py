@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
@@ -24,7 +25,8 @@ class MDFlashModel(PreTrainedModel):
 
     Build from a config (`MDFlashModel(config)`: random weights) or load with `mdflash.load_drafter`. `attention` selects
     the mask: "dense" (reference, and what decoding's few rows use), "flex" (FlexAttention), or "auto": flex for training
-    batches on GPUs whose kernel takes the head size, dense elsewhere.
+    batches on GPUs whose kernel takes the head size, dense elsewhere. `activation_checkpointing` keeps each layer's input
+    alone for backward, which computes the layer again.
     """
 
     config_class = MDFlashConfig
@@ -48,6 +50,7 @@ class MDFlashModel(PreTrainedModel):
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(hidden, rank if config.confidence_head_with_markov else 0)
         self.attention = "auto"
+        self.activation_checkpointing = False
         self.post_init()
 
     @property
@@ -83,8 +86,10 @@ class MDFlashModel(PreTrainedModel):
         """The rows' pass over an already projected context; the decoder's entry. Returns [B, R, C]."""
         x_BRC = self.embed_tokens(rows.ids).to(self.norm.weight.dtype)
         cos, sin = self.rotary_emb(x_BRC, rows.position)
+        again = self.activation_checkpointing and torch.is_grad_enabled()
         for layer, layer_context in zip(self.layers, context, strict=True):
-            x_BRC = layer(x_BRC, cos, sin, layer_context, mask)
+            inputs = x_BRC, cos, sin, layer_context, mask
+            x_BRC = checkpoint(layer, *inputs, use_reentrant=False) if again else layer(*inputs)
         return self.norm(x_BRC)
 
     def mask(self, rows: Rows, context_length: int) -> Tensor | BlockMask:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ..compilation import compile_for_all_lengths
 from ..drafter.checkpoint import as_dtype
 from ..drafter.model import MDFlashModel
+from .sharding import is_sharded, shard_layers
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class Target:
     @property
     def config(self):
         return self.model.config
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the layers are spread over ranks, so that a pass needs them all."""
+        return is_sharded(self.model)
 
     @property
     def num_layers(self) -> int:
@@ -196,12 +202,14 @@ def load_target(
     device: torch.device | str | None = None,
     revision: str | None = None,
     attn_implementation: str = "sdpa",
+    shard_over: int = 1,
     **kwargs,
 ) -> Target:
     """Load a frozen target and its tokenizer from a folder or hub id.
 
     dtype: None keeps the stored one. attn_implementation: decoding needs "sdpa"; training also takes "auto"
-    (flash-attn when it is importable on a GPU, else SDPA). kwargs go to `from_pretrained` (for example `gguf_file`).
+    (flash-attn when it is importable on a GPU, else SDPA). shard_over: the number of ranks, to spread the decoder layers over
+    all of them (called by each); 1 keeps them whole. kwargs go to `from_pretrained` (for example `gguf_file`).
     """
     model = AutoModelForCausalLM.from_pretrained(
         path_or_id,
@@ -209,7 +217,9 @@ def load_target(
         revision=revision,
         attn_implementation=resolve_attention(attn_implementation, device, dtype),
         **kwargs,
-    ).to(device or "cpu")
+    )
+    device = torch.device(device or "cpu")
+    model = shard_layers(model, device, shard_over) if shard_over > 1 else model.to(device)
     tokenizer_kwargs = {"gguf_file": kwargs["gguf_file"]} if "gguf_file" in kwargs else {}
     return Target(model, AutoTokenizer.from_pretrained(path_or_id, revision=revision, **tokenizer_kwargs))
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..drafter.model import HEAD_PREFIXES, SHARED_WITH_TARGET
 from ..recipe import LoraSection
@@ -12,7 +13,8 @@ from .lora import is_adapted
 
 
 def tensor_hash(tensor: Tensor) -> str:
-    """sha256 of a tensor's dtype, shape and bytes."""
+    """sha256 of a tensor's dtype, shape and bytes; of a sharded one, of this rank's share."""
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

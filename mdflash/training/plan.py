@@ -22,20 +22,23 @@ from ..conversations import read_conversations
 from ..drafter import Layout, MDFlashConfig
 from ..drafter.checkpoint import as_dtype, read_config, unfilled
 from ..drafter.model import SHARED_WITH_TARGET
-from ..recipe import Recipe, StageSection, require
+from ..recipe import Recipe, StageSection, TargetSection, require
 from .bootstrap import bootstrap_config
 from .flops import count, drafter_part, layer_weights, widths
 
 FP32 = 4
+LAYERS_IN_FLIGHT = 3  # of a sharded target: the computing layer's weights and gathering buffer, the next one's buffer
 GEOMETRY = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of elements. target: tied tensors once. drafter: the whole checkpoint. engine: what the engine holds, that is
-    the drafter without the target's embedding and LM head. trained: those with a gradient."""
+    """Numbers of elements. target: tied tensors once; target_layers: of its decoder layers. drafter: the whole checkpoint.
+    engine: what the engine holds, that is the drafter without the target's embedding and LM head. trained: those with a
+    gradient."""
 
     target: int
+    target_layers: int
     drafter: int
     engine: int
     trained: int
@@ -77,8 +80,8 @@ class Zero:
 
 @dataclass(frozen=True)
 class Plan:
-    """One stage's needs. flops: of one text, by part (`flops.count`). memory: bytes on each GPU, by part. checkpointed:
-    bytes of activations with activation checkpointing. host: bytes of CPU memory per rank that offloading takes.
+    """One stage's needs. flops: of one text, by part (`flops.count`). memory: bytes on each GPU, by part. checkpointed: of
+    which activations are, or would be, with activation checkpointing. host: bytes of CPU memory per rank that offloading takes.
     tflops: bf16 matmul TFLOP/s of one GPU, of which `share` is reached. texts: in the whole run; None when unknown."""
 
     parameters: Parameters
@@ -150,10 +153,10 @@ def make_plan(
     parameters = count_parameters(target, drafter, frozen_heads=recipe.stage == "mdflash")
     kept, checkpointed = activations(drafter, layout, settings)
     state, host = optimizer_memory(parameters, settings, gpus)
-    target_bytes = as_dtype(recipe.target.dtype).itemsize
-    memory = {"target weights": parameters.target * target_bytes} | state
+    memory = target_memory(parameters, target.num_hidden_layers, recipe.target, gpus) | state
     memory["bf16 autocast copies"] = 2 * parameters.trained if settings.bf16 else 0
-    memory |= step_memory(drafter, layout, settings, target_bytes) | {"activations": kept}
+    memory |= step_memory(drafter, layout, settings, as_dtype(recipe.target.dtype).itemsize)
+    memory["activations"] = checkpointed if settings.activation_checkpointing else kept
     return Plan(
         parameters, count(target, drafter, layout, length, settings.starts_per_text, recipe.stage), memory, checkpointed,
         host, length, gpus, measured_tflops() if tflops is None else tflops, share, texts_of_run(recipe, texts),
@@ -209,10 +212,20 @@ def count_parameters(target: PretrainedConfig, drafter: MDFlashConfig, frozen_he
     }
     return Parameters(
         target=sum(parameter.numel() for parameter in model.parameters()),
+        target_layers=sum(parameter.numel() for parameter in model.base_model.layers.parameters()),
         drafter=sum(size for size, _ in sizes.values()),
         engine=sum(size for name, (size, _) in sizes.items() if not name.startswith(SHARED_WITH_TARGET)),
         trained=sum(size for size, trained in sizes.values() if trained),
     )
+
+
+def target_memory(parameters: Parameters, layers: int, section: TargetSection, gpus: int) -> dict[str, int]:
+    """Bytes of the target on each GPU, by part: all of it, or with `shard` a share of its layers and those of the moment."""
+    size, sharded = as_dtype(section.dtype).itemsize, parameters.target_layers if section.shard and gpus > 1 else 0
+    return {
+        "target weights": (parameters.target - sharded + math.ceil(sharded / gpus)) * size,
+        "target: layers gathered": LAYERS_IN_FLIGHT * math.ceil(sharded / layers) * size,
+    }
 
 
 def optimizer_memory(parameters: Parameters, settings: StageSection, gpus: int) -> tuple[dict[str, int], int]:
@@ -272,8 +285,9 @@ def activations(drafter: MDFlashConfig, layout: Layout, settings: StageSection) 
     once = len(drafter.target_layer_ids) * w * C + 2 * FP32 * C + w * C  # fc's input, hidden_norm's, its output
     tokens = settings.micro_batch_size * settings.max_length
     rows = settings.micro_batch_size * settings.starts_per_text * layout.rows
-    layers, context = drafter.num_hidden_layers, tokens * (once + drafter.num_hidden_layers * place)
-    return context + layers * rows * row, context + rows * (layers * FP32 * C + row)
+    layers, final_norm = drafter.num_hidden_layers, rows * 2 * FP32 * C
+    outside = tokens * (once + layers * place) + final_norm
+    return outside + layers * rows * row, outside + rows * (layers * FP32 * C + row)
 
 
 def measured_tflops(size: int = 8192, repeats: int = 40) -> float:
@@ -315,7 +329,8 @@ def show(plan: Plan, console: Console) -> None:
     parts = {part.replace("_", " "): value for part, value in plan.flops.items()}
     rest = {"drafter's own part": own, "all": whole}
     console.print(table(f"matmul FLOPs of a text of {plan.length} tokens", "FLOP", parts, rest))
-    rest = {"all": plan.peak, "all, activations checkpointed": plan.checkpointed_peak}
+    rest = {"all": plan.peak}
+    rest |= {"all, activations checkpointed": plan.checkpointed_peak} if plan.checkpointed_peak < plan.peak else {}
     rest |= {"CPU memory of each rank": plan.host} if plan.host else {}
     console.print(table("memory of each GPU", "B", plan.memory, rest))
     if torch.cuda.is_available():

@@ -20,9 +20,10 @@ SETTINGS, FINISHED = "stage.json", "training.json"
 
 # What may change between a run and its resumption: none of it touches the samples, the windows or the arithmetic.
 FREE = {
-    "eval_requests", "eval_steps", "logging_steps", "loss_rows", "micro_batch_size", "packing", "report_to", "save_steps",
-    "save_total_limit",
+    "activation_checkpointing", "eval_requests", "eval_steps", "logging_steps", "loss_rows", "micro_batch_size", "packing",
+    "report_to", "save_steps", "save_total_limit",
 }  # fmt: skip
+FREE_OF_TARGET = {"attn_implementation", "shard"}
 
 
 def claim(recipe: Recipe) -> Path | None:
@@ -58,7 +59,7 @@ def record_settings(recipe: Recipe, folder: Path) -> None:
 def binding_settings(recipe: Recipe) -> dict:
     """The settings that define a run."""
     settings = {key: value for key, value in asdict(recipe.settings()).items() if key not in FREE}
-    settings |= {f"target.{key}": value for key, value in asdict(recipe.target).items() if key != "attn_implementation"}
+    settings |= {f"target.{key}": value for key, value in asdict(recipe.target).items() if key not in FREE_OF_TARGET}
     settings |= {f"data.{key}": value for key, value in asdict(recipe.data).items() if key != "batch_size"}
     drafter = {"base": recipe.base_drafter} if recipe.stage == "mdflash" else asdict(recipe.drafter)
     settings |= {f"drafter.{key}": value for key, value in drafter.items()}

@@ -10,8 +10,10 @@ from mdflash import compilation
 from mdflash.chat import Sample
 from mdflash.drafter import Layout, Rows
 from mdflash.drafter.tree import dense_mask
+from mdflash.recipe import LoraSection
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, WindowDataset
 from mdflash.training.fused import FusedWindowLoss, slot_terms, terms_for
+from mdflash.training.lora import add_adapters
 from mdflash.training.loss import Windows, loss_sum, sharded_loss_sum, slot_losses
 
 
@@ -180,6 +182,28 @@ def test_one_graph_serves_all_lengths(target, drafter, monkeypatch):
     assert 3 <= counts[0] <= counts[-1] <= counts[0] + 1
 
 
+@pytest.mark.parametrize("kind", ["plain", "bf16", "lora", "compiled"])
+def test_checkpointed_layers_change_no_bit(target, drafter, monkeypatch, kind):
+    """Loss and every gradient; every layer's forward runs twice."""
+    monkeypatch.setattr(compilation, "BACKEND", "eager")
+    figures, calls = [], []
+    for again in (False, True):
+        module = module_for(target, drafter, "mdflash").train()
+        module.bf16, module.drafter.activation_checkpointing = kind == "bf16", again
+        if kind == "lora":
+            add_adapters(module.drafter, LoraSection(r=2), seed=0)
+        if kind == "compiled":
+            torch._dynamo.reset()
+            module.drafter.compile_layers()
+        for layer in module.drafter.layers:
+            layer.register_forward_pre_hook(lambda *_: calls.append(1))
+        loss = module(**batch_for(module.layouts)[1])
+        loss.backward()
+        figures.append([loss, *(p.grad for p in module.parameters() if p.requires_grad)])
+    assert len(calls) == 3 * len(drafter.layers)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*figures, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocabulary", [97, 4096, 49152, 151936])
 @pytest.mark.parametrize("teacher", [True, False])
@@ -258,20 +282,21 @@ def test_every_row_sees_something():
 
 @pytest.mark.gpu
 def test_flex_training_equals_dense_on_a_gpu():
-    """Loss and gradients at awkward context lengths."""
+    """Loss and gradients at awkward context lengths, with checkpointed layers too."""
     target = make_target(hidden=64)
     drafter = make_drafter(target)
     target.model.to("cuda")
     for length in (127, 129, 257):
         figures = []
-        for attention in ("dense", "flex"):
+        for attention, again in (("dense", False), ("flex", False), ("flex", True)):
             module = module_for(target, drafter, "mdflash").to("cuda")
-            module.drafter.attention = attention
+            module.drafter.attention, module.drafter.activation_checkpointing = attention, again
             batch = {name: value.to("cuda") for name, value in batch_for(module.layouts, length=length)[1].items()}
             loss = module(**batch)
             loss.backward()
             figures.append(
                 (loss.item(), torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
             )
-        assert figures[0][0] == pytest.approx(figures[1][0], rel=1e-4)
-        torch.testing.assert_close(figures[0][1], figures[1][1], atol=2e-3, rtol=2e-3)
+        for loss, gradient in figures[1:]:
+            assert loss == pytest.approx(figures[0][0], rel=1e-4)
+            torch.testing.assert_close(gradient, figures[0][1], atol=2e-3, rtol=2e-3)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, GPT2Config, Qwen3MoeConfig
 from mdflash import cli
 from mdflash.drafter import Layout, Rows
 from mdflash.recipe import DrafterSection, Recipe, StageSection, TargetSection, read_recipe
+from mdflash.training.flops import layer_weights
 from mdflash.training.plan import Parameters, activations, count_parameters, make_plan, optimizer_memory
 
 ROOT = Path(__file__).parent.parent.parent
@@ -46,7 +47,7 @@ def test_parameters_are_the_models(tied, frozen_heads):
 def test_activations_are_what_autograd_saves(bf16, hidden, inter, starts, length):
     target = make_target(hidden=hidden)
     drafter = make_drafter(target, intermediate_size=inter, num_hidden_layers=4).freeze(heads=True).train()
-    layout, saved = Layout.tree(3), {}
+    layout = Layout.tree(3)
     ids = torch.zeros(1, starts, layout.spine, dtype=torch.long)
     rows = Rows.build(layout, torch.arange(starts)[None], layout.token_ids(ids, 96))
     parameters = {p.data_ptr() for p in drafter.parameters()} | {0}
@@ -54,25 +55,39 @@ def test_activations_are_what_autograd_saves(bf16, hidden, inter, starts, length
     weights = {tuple(x.shape) for p in matrices for x in (p, p.T)}
     mask = (1, 1, starts * layout.rows, length + starts * layout.rows)
 
-    def keep(x):
-        cast = bf16 and tuple(x.shape) in weights  # autocast copies are planned apart
-        if x.data_ptr() not in parameters and tuple(x.shape) != mask and not cast:
-            saved[x.untyped_storage().data_ptr()] = x.untyped_storage()
-        return x
+    def bytes_saved(again: bool) -> int:
+        saved = {}
+
+        def keep(x):
+            cast = bf16 and tuple(x.shape) in weights  # autocast copies are planned apart
+            if x.data_ptr() not in parameters and tuple(x.shape) != mask and not cast:
+                saved[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+
+        def keep_inputs(layer, inputs):  # a checkpoint holds them beside autograd
+            for x in (inputs[0], inputs[3].key, inputs[3].value):
+                keep(x)
+
+        drafter.activation_checkpointing = again
+        for layer in drafter.layers if again else ():
+            layer.register_forward_pre_hook(keep_inputs)
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
+        ):
+            drafter(features, rows).sum()
+        return sum(storage.nbytes() for storage in saved.values())
 
     features = torch.randn(1, length, drafter.feature_width)
-    with (
-        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
-    ):
-        drafter(features, rows).sum()
     settings = StageSection(micro_batch_size=1, max_length=length, starts_per_text=starts, bf16=bf16)
     whole, checkpointed = activations(drafter.config, layout, settings)
-    assert whole == pytest.approx(sum(storage.nbytes() for storage in saved.values()), rel=0.1)
-    assert checkpointed < whole
+    assert whole == pytest.approx(bytes_saved(again=False), rel=0.1)
+    layers, inputs = len(drafter.layers), len(drafter.layers) * starts * layout.rows * hidden * 4
+    a_layer = (whole - checkpointed + inputs) / (layers - 1)  # the one that backward computes again
+    assert checkpointed - a_layer == pytest.approx(bytes_saved(again=True), rel=0.1)
 
 
-MILLION = Parameters(target=0, drafter=0, engine=1_100_000, trained=1_000_000)
+MILLION = Parameters(target=0, target_layers=0, drafter=0, engine=1_100_000, trained=1_000_000)
 
 
 @pytest.mark.parametrize(("zero", "gpus", "gpu_mb", "host_mb"), [
@@ -112,6 +127,30 @@ def test_qwen3(size, trained, drafter, target, most, monkeypatch):
     assert plan.memory["target weights"] == 2 * plan.parameters.target
     assert plan.checkpointed_peak < plan.peak < most * 1e9
     assert plan.texts == 65536 - 256  # whole batches of 128
+
+
+def test_memory_options(monkeypatch):
+    """A sharded target, checkpointed layers and every stage's offloading file, against the plan without."""
+    monkeypatch.chdir(ROOT)
+    target = AutoConfig.from_pretrained(FIXTURES / "qwen3_8b.json")
+
+    def planned(gpus=8, **overrides):
+        arguments = [part for name, value in overrides.items() for part in (f"--{name.replace('__', '.')}", str(value))]
+        recipe, _ = read_recipe(["--config", "recipes/qwen3_8b.yaml", *arguments])
+        return make_plan(recipe, target, gpus=gpus, tflops=100.0)
+
+    plain, sharded = planned(), planned(target__shard=True)
+    layer = 2 * layer_weights(target)  # bytes, without its norms
+    assert sharded.memory["target weights"] == pytest.approx(2 * 1.245e9 + 36 * layer / 8, rel=1e-3)
+    assert sharded.memory["target: layers gathered"] == pytest.approx(3 * layer, rel=1e-3)
+    assert planned(gpus=1, target__shard=True).memory == planned(gpus=1).memory
+    again = planned(mdflash__activation_checkpointing=True)
+    assert again.peak == again.checkpointed_peak == plain.checkpointed_peak < plain.peak
+    for stage in (1, 2, 3):
+        file = f"recipes/deepspeed/zero{stage}"
+        there, here = (planned(mdflash__deepspeed=f"{file}{kind}.json") for kind in ("_offload", ""))
+        assert there.peak < here.peak
+        assert there.host > here.host == 0
 
 
 def test_time_follows_from_the_rate():

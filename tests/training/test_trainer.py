@@ -45,10 +45,10 @@ def project(tmp_path_factory):
     return folder
 
 
-def recipe(folder: Path, **overrides) -> Path:
+def recipe(folder: Path, shard: bool = False, **overrides) -> Path:
     settings = SETTINGS | overrides
     data = {
-        "name": "x", "target": {"path": "target", "dtype": "float32"}, "data": {"held_out": 3},
+        "name": "x", "target": {"path": "target", "dtype": "float32", "shard": shard}, "data": {"held_out": 3},
         "drafter": {"num_hidden_layers": 1, "target_layer_ids": [0, 2], "block_size": 3, "mask_token_id": 3, "markov_rank": 8},
         "dspark": settings | {"lora": None}, "mdflash": settings,
     }  # fmt: skip
@@ -84,9 +84,11 @@ def losses(record: dict) -> list[tuple[float, float]]:
 
 @pytest.mark.slow
 def test_global_batch_is_normalised_exactly(project, tmp_path):
-    """8x1 with padded texts, 2x4 and two ranks over gloo (ZeRO-3, decoding held-out prompts midway) with packed ones: the same
-    loss and gradient norm. The last global batch is padded, not dropped."""
-    zero3 = {"deepspeed": str(ROOT / "recipes" / "deepspeed" / "zero3.json"), "eval_steps": 2}
+    """8x1 with padded texts, 2x4 and two ranks over gloo with packed ones, these with everything offloaded and checkpointed
+    (ZeRO-3, decoding held-out prompts midway) or with a sharded target (ZeRO-1): the same loss and gradient norm. The last
+    global batch is padded, not dropped."""
+    engines = ROOT / "recipes" / "deepspeed"
+    offloaded = {"deepspeed": str(engines / "zero3_offload.json"), "activation_checkpointing": True, "eval_steps": 2}
     runs = [
         train(
             fresh(project, tmp_path / name), ranks=ranks, micro_batch_size=micro, max_steps=5, loss_rows=rows, **engine
@@ -94,7 +96,8 @@ def test_global_batch_is_normalised_exactly(project, tmp_path):
         for name, ranks, micro, rows, engine in (
             ("whole", 1, 8, 4096, {"packing": False}),
             ("accumulated", 1, 2, 12, {}),
-            ("ranks", 2, 2, 12, zero3),
+            ("offloaded", 2, 2, 12, offloaded),
+            ("sharded", 2, 2, 12, {"deepspeed": str(engines / "zero1.json"), "shard": True, "eval_steps": 2}),
         )
     ]
     reference = losses(runs[0])
@@ -103,7 +106,9 @@ def test_global_batch_is_normalised_exactly(project, tmp_path):
         for ours, theirs in zip(losses(run), reference, strict=True):
             assert ours == pytest.approx(theirs, rel=2e-4)
         assert run["metrics"]["eval_loss"] == pytest.approx(runs[0]["metrics"]["eval_loss"], rel=1e-4)
-    assert runs[2]["ranks"] == 2
+    assert [run["ranks"] for run in runs] == [1, 1, 2, 2]
+    assert "eval_tau" in runs[2]["metrics"]
+    assert "eval_tau" not in runs[3]["metrics"]  # a sharded target decodes nothing
 
 
 @pytest.mark.slow
