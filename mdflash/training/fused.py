@@ -19,14 +19,15 @@ def slot_terms(
     dCE = q - 1_y and dΣ|q-p| = q (s - Σ_v s_v q_v).
     """
     log_q = logits_RV.float().log_softmax(-1)
-    q, cross_entropy = log_q.exp(), -log_q.gather(1, labels_R[:, None])[:, 0]
+    cross_entropy, q = -log_q.gather(1, labels_R[:, None])[:, 0], log_q.exp_()
     delta = torch.zeros_like(q) if teacher_RV is None else q - teacher_RV.float().softmax(-1)
+    distance = delta.abs().sum(-1)
     if gradient:
-        sign = delta.sign()
-        slope = factors[0] * q + factors[1] * q * (sign - (sign * q).sum(-1, keepdim=True))
+        slope = delta.sign_()
+        slope.sub_((slope * q).sum(-1, keepdim=True)).mul_(factors[1]).add_(factors[0]).mul_(q)
         slope.scatter_add_(1, labels_R[:, None], slope.new_full((len(labels_R), 1), -factors[0]))
-        logits_RV.copy_(weight_R[:, None] * slope)
-    return cross_entropy, delta.abs().sum(-1)
+        logits_RV.copy_(slope.mul_(weight_R[:, None]))
+    return cross_entropy, distance
 
 
 class FusedWindowLoss(torch.autograd.Function):
