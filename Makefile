@@ -21,7 +21,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	-test -n "$$(command -v nvidia-smi)" || python -c "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)" > /dev/null 2>&1
 	touch $@
 
-demo: setup  ## the whole pipeline on a tiny model, CPU only, no downloads: about 8 minutes
+demo: setup  ## the whole pipeline on a tiny model, CPU only, no downloads: 6 to 11 minutes
 	python -m data.word_problems --output runs/demo/problems
 	python recipes/train_tiny_target.py --texts runs/demo/problems/texts.jsonl --output runs/demo/target
 	$(MAKE) pipeline CONFIG=recipes/tiny.yaml
