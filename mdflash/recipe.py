@@ -1,6 +1,7 @@
 """One YAML per target describes the whole pipeline; every command reads its own section. `--key value` overrides."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -201,13 +202,27 @@ class StageSection:
         require(self.max_steps >= 0, "max_steps", self.max_steps, "use 0 to go by epochs, or a positive integer")
         require(self.epochs > 0, "epochs", self.epochs, "use a positive number")
         require(0 <= self.warmup_ratio < 1, "warmup_ratio", self.warmup_ratio, "use a share of the steps in [0, 1)")
+        require(math.isfinite(self.learning_rate), "learning_rate", self.learning_rate, "use a finite number")
+        require(self.logging_steps > 0, "logging_steps", self.logging_steps, "use a positive integer")
+        for name in ("eval_steps", "eval_requests", "save_steps"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "use 0 for never, or a positive integer")
+
+    @property
+    def zero_optimization(self) -> dict:
+        """That part of the DeepSpeed JSON; empty without one. Raises ValueError when the file is missing or no JSON."""
+        if not self.deepspeed:
+            return {}
+        remedy = "run from the checkout's root, or name a DeepSpeed JSON such as recipes/deepspeed/zero1.json"
+        require(Path(self.deepspeed).is_file(), "deepspeed", self.deepspeed, f"no such file; {remedy}")
+        try:
+            return json.loads(Path(self.deepspeed).read_text()).get("zero_optimization", {})
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"deepspeed={self.deepspeed!r} is no JSON object ({error}): {remedy}") from error
 
     @property
     def zero_stage(self) -> int:
         """The DeepSpeed JSON's ZeRO stage; 0 without one."""
-        if not self.deepspeed:
-            return 0
-        return json.loads(Path(self.deepspeed).read_text()).get("zero_optimization", {}).get("stage", 0)
+        return self.zero_optimization.get("stage", 0)
 
 
 @dataclass

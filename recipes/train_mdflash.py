@@ -22,7 +22,7 @@ from mdflash.chat import Chat, texts_of
 from mdflash.conversations import read_conversations, split_held_out
 from mdflash.drafter import Layout
 from mdflash.drafter.tree import WINDOWS, anchor_counts
-from mdflash.recipe import Recipe, StageSection, read_recipe, resolved
+from mdflash.recipe import Recipe, StageSection, read_recipe, require, resolved
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, MDFlashTrainer, WindowDataset, bootstrap
 from mdflash.training.checkpoints import write_whole
 from mdflash.training.frozen import check_unchanged, frozen_part, hashes
@@ -58,11 +58,13 @@ def run(recipe: Recipe) -> None:
         print(f"drafter.base names {recipe.drafter.base}: there is nothing to bootstrap")
         return
     settings, folder, stage = recipe.settings(), claim(recipe), recipe.stage
+    device, _ = training_device(), settings.zero_stage  # what can be wrong before anything is loaded
+    rule = "FlexAttention trains on GPUs alone; use auto or dense"
+    require(settings.attention != "flex" or device.type == "cuda", "attention", settings.attention, rule)
     if folder is None:
         print(f"{recipe.stage_dir()} already holds this run, finished: nothing to do")
         return
     conversations = split_held_out(read_conversations(recipe.answers_file), recipe.data.held_out)
-    device = training_device()
     target = load_frozen_target(recipe, device)
     drafter, layouts = starting_point(recipe, target)
     dtype = drafter.dtype

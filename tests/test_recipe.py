@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mdflash.recipe import LORA_TARGETS, LoraSection, read_recipe, resolved
+from mdflash.recipe import LORA_TARGETS, LoraSection, StageSection, read_recipe, resolved
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 TINY = str(next(path for path in RECIPES if path.stem == "tiny"))
@@ -65,3 +65,21 @@ def test_an_unknown_key_in_the_file_is_an_error(tmp_path, capsys):
     with pytest.raises(SystemExit):
         read_recipe(["--config", str(file)])
     assert "learning_rte" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [("eval_steps", -1, "0 for never"), ("logging_steps", 0, "positive"), ("learning_rate", float("inf"), "finite")],
+)
+def test_a_stages_numbers_are_checked(name, value, rule):
+    with pytest.raises(ValueError, match=rf"{name}={value}.*{rule}"):
+        StageSection(**{name: value})
+
+
+def test_a_bad_deepspeed_json_is_named(tmp_path):
+    with pytest.raises(ValueError, match="nope.json'?: no such file; run from the checkout's root"):
+        _ = StageSection(deepspeed="nope.json").zero_stage
+    (tmp_path / "bad.json").write_text("{bad")
+    with pytest.raises(ValueError, match="bad.json' is no JSON object"):
+        _ = StageSection(deepspeed=str(tmp_path / "bad.json")).zero_stage
+    assert StageSection(deepspeed=None).zero_stage == 0

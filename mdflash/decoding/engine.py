@@ -4,8 +4,9 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 
@@ -112,6 +113,7 @@ def decode(
     (fused weights, kernels, CUDA graphs; for Qwen3's and Llama's layers).
     Raises ValueError for inputs that break a rule, before anything runs.
     """
+    check_types(prompts, stop_ids, stop_strings, max_new_tokens=max_new_tokens, batch_size=batch_size, top_k=top_k)
     sampling = Sampling(temperature, top_k, top_p)
     drafter = None if method == "autoregressive" else drafter
     check_method(method, drafter)
@@ -120,12 +122,8 @@ def decode(
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name}={value}: use a positive integer")
-    if isinstance(stop_strings, str) or "" in stop_strings:
-        raise ValueError(f"stop_strings={stop_strings!r}: pass a list of non-empty strings")
     if stop_strings and target.tokenizer is None:
         raise ValueError(f"stop_strings={list(stop_strings)} need a tokenizer: load the target with load_target")
-    if isinstance(prompts, str):
-        raise ValueError("prompts is one string: pass a list of prompts")
     if drafter is not None:
         check_pair(target, drafter)
         place(target, drafter, method, devices)
@@ -283,6 +281,8 @@ def usable_device(name: str) -> torch.device:
         device = torch.device(name.strip())
     except RuntimeError as error:
         raise ValueError(f"device {name!r} is not a torch device: use cpu or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r}: decoding runs on cpu or cuda:N")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(f"device {name!r}: this machine has {count} CUDA devices; use {default_devices()!r}")
@@ -309,6 +309,33 @@ def place(target: Target, drafter: MDFlashModel, method: str, devices: str | Seq
     if method != "dpara":
         drafter.to(target.device)
     share_weights(target, drafter)
+
+
+def check_types(prompts, stop_ids, stop_strings, **integers) -> None:
+    """Raise ValueError for arguments of `decode` that are not what they must be."""
+    for name, value in integers.items():
+        if type(value) is not int:
+            raise ValueError(f"{name}={value!r}: use an integer")
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts is {type(prompts).__name__}, not a list of prompts: wrap a single one in a list")
+    for i, prompt in enumerate(prompts):
+        messages = isinstance(prompt, Sequence) and prompt and all(isinstance(part, dict) for part in prompt)
+        ids = isinstance(prompt, Sequence) and all(isinstance(part, Integral) for part in prompt)
+        if not (
+            isinstance(prompt, str) or ids or (messages and all({"role", "content"} <= part.keys() for part in prompt))
+        ):
+            raise ValueError(
+                f"prompt {i} is {str(prompt)[:60]!r}: use a string, token ids, or messages with role and content"
+            )
+    if stop_ids is not None and (isinstance(stop_ids, str) or not all_are(Integral, stop_ids)):
+        raise ValueError(f"stop_ids={stop_ids!r}: pass a list of token ids, or None for the target's")
+    if isinstance(stop_strings, str) or not all_are(str, stop_strings) or "" in stop_strings:
+        raise ValueError(f"stop_strings={stop_strings!r}: pass a list of non-empty strings")
+
+
+def all_are(kind: type, values: object) -> bool:
+    """Whether it is a sequence (or set) of such values."""
+    return isinstance(values, Collection) and all(isinstance(value, kind) for value in values)
 
 
 def prompt_ids(target: Target, prompt: Prompt, thinking: bool) -> list[int]:

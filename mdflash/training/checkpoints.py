@@ -74,6 +74,8 @@ def fault(checkpoint: Path) -> str | None:
         sizes = json.loads((checkpoint / SEAL).read_text())
     except (OSError, ValueError):
         return f"no readable {SEAL}"
+    if not isinstance(sizes, dict) or not sizes:
+        return f"no readable {SEAL}"
     for name, size in sizes.items():
         file = checkpoint / name
         if not file.is_file():

@@ -6,7 +6,6 @@ leaves out the CUDA context, the allocator's fragments, and what is only there w
 working memory, and the flat gradients of ZeRO-1 and 2 in the optimizer's step.
 """
 
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -57,16 +56,11 @@ class Zero:
     live: int = 0
 
     @classmethod
-    def read(cls, file: str | None) -> "Zero":
+    def read(cls, settings: StageSection) -> "Zero":
         """From the recipe's `deepspeed` setting; missing (and "auto") values take DeepSpeed's defaults."""
-        if file is None:
+        if not settings.deepspeed:
             return cls()
-        if not Path(file).is_file():
-            raise FileNotFoundError(
-                f"deepspeed={file!r}: no such file; run from the checkout's root or name a DeepSpeed JSON"
-            )
-        stated = json.loads(Path(file).read_text()).get("zero_optimization", {})
-        values = {key: value for key, value in stated.items() if value not in (None, "auto")}
+        values = {key: value for key, value in settings.zero_optimization.items() if value not in (None, "auto")}
         stage = values.get("stage", 0)
         return cls(
             stage,
@@ -235,7 +229,7 @@ def optimizer_memory(parameters: Parameters, settings: StageSection, gpus: int) 
     ZeRO-2 its partition, and this micro-batch's beside the accumulated. ZeRO-3 partitions the parameters themselves.
     Offloading moves partitions to the CPU, with the staging copies that DeepSpeed makes there.
     """
-    zero, trained = Zero.read(settings.deepspeed), parameters.trained
+    zero, trained = Zero.read(settings), parameters.trained
     sharded, flat = zero.stage in (1, 2, 3), zero.stage in (1, 2)
     own, held = math.ceil(trained / gpus), math.ceil(parameters.engine / gpus)  # one rank's partitions
     accumulating = settings.global_batch_size > settings.micro_batch_size * gpus

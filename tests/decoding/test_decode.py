@@ -119,6 +119,15 @@ def test_stop_strings_and_chat_prompts():
         ({"drafter": None}, "needs a drafter"),
         ({"devices": "cpu,cpu,cpu"}, "devices"),
         ({"runner": "slow"}, "runner='slow'"),
+        ({"devices": "meta"}, "decoding runs on cpu or cuda"),
+        ({"prompts": [1, 2, 3]}, "prompt 0 is '1'"),
+        ({"prompts": {"role": "user"}}, "not a list of prompts"),
+        ({"prompts": [[{"role": "user"}]]}, "messages with role and content"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: use an integer"),
+        ({"batch_size": True}, "batch_size=True: use an integer"),
+        ({"stop_ids": "abc"}, "stop_ids='abc'"),
+        ({"stop_ids": 5}, "stop_ids=5"),
+        ({"stop_strings": [5]}, "list of non-empty strings"),
     ],
 )
 def test_bad_input_is_refused(target, drafter, arguments, message):

@@ -55,3 +55,11 @@ def test_a_file_is_whole_or_absent(tmp_path, monkeypatch):
     with pytest.raises(pytest.fail.Exception):
         write_whole(tmp_path / "a.json", "new")
     assert (tmp_path / "a.json").read_text() == "old"
+
+
+@pytest.mark.parametrize("seal", ["[]", "null", "{}", "{"])
+def test_an_unreadable_seal_is_a_torn_checkpoint(tmp_path, seal):
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint.mkdir()
+    (checkpoint / "sealed.json").write_text(seal)
+    assert fault(checkpoint) == "no readable sealed.json"
