@@ -17,7 +17,8 @@ class Link:
     def __init__(self, device: torch.device, timeout_s: float):
         self.device, self.timeout_s = device, timeout_s
         self._work: SimpleQueue = SimpleQueue()
-        Thread(target=self._serve, name="drafter", daemon=True).start()
+        self._thread = Thread(target=self._serve, name="drafter", daemon=True)
+        self._thread.start()
 
     def submit(self, work: Callable, *args) -> Future:
         """Start `work(*args)` on the drafting device and return at once."""
@@ -38,8 +39,9 @@ class Link:
             raise RuntimeError(f"the drafter on {self.device} failed: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Let the worker go once it is done; a stuck one is abandoned."""
+        """Let the worker go once it is done, before the interpreter may end under it; a stuck one is abandoned."""
         self._work.put(None)
+        self._thread.join(timeout=0.5)
 
     def _serve(self) -> None:
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
