@@ -27,7 +27,7 @@ from .types import RequestResult, Round
 
 METHODS = ("autoregressive", "dspark", "dflash", "dpara")
 RUNNERS = {"eager": TargetRunner, "fast": FastTargetRunner}
-LAG = 1  # on GPUs the host reads a round's outcome while the next round runs
+LAG = 0  # rounds under way on a GPU before the host looks at an outcome; 1 hides the host, but has not run on one yet
 Prompt = str | Sequence[int] | Sequence[dict]
 OnRound = Callable[[int, "Request"], None]
 
