@@ -41,9 +41,9 @@ WORDS = {
 
 # Interchangeable wordings, drawn for every sentence: a target's choice among them is hard to foresee and easy to
 # continue once made, which is what leaves a drafter something to learn.
-CONNECTIVES = (", so ", ", which means that ", "; this tells us that ", ", and because of that ", ". Therefore ")
-OPENINGS = ("", "Then ", "After that we see: ", "Next, ", "On top of this, ", "Now comes the next step: ")
-ENDINGS = ("The answer is", "So the answer is", "In the end that makes", "This brings the final result to")
+CONNECTIVES = (", so ", ", which means that ", "; this tells us that ")
+OPENINGS = ("", "Then ", "After that we see: ", "Now comes the next step: ")
+ENDINGS = ("The answer is", "In the end that makes", "This brings the final result to")
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,9 @@ def _is_complete(output: Path, settings: dict) -> bool:
 
 
 def _templates_sha256() -> str:
-    return hashlib.sha256(repr((WORDS, FAMILIES, SMALLEST, LARGEST)).encode()).hexdigest()
+    return hashlib.sha256(
+        repr((WORDS, FAMILIES, SMALLEST, LARGEST, CONNECTIVES, OPENINGS, ENDINGS)).encode()
+    ).hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -29,7 +29,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import mdflash
 from mdflash import MDFlashModel, Target, decode, load_drafter, load_target
 from mdflash.chat import Chat
-from mdflash.decoding.engine import Request, check_method, check_prompts, default_devices, share_cores, usable_device
+from mdflash.decoding.build import check_method, default_devices, share_cores, usable_device
+from mdflash.decoding.requests import Request, check_prompts
 from mdflash.recipe import Recipe, Stage, read_recipe, resolved
 
 from .benchmarks import Row, built_in, load, origin
@@ -304,6 +305,17 @@ def portable(value):
     if path.is_absolute():
         text = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
     return key + equals + text
+
+
+def provenance(module: str, args: list[str] | None) -> dict:
+    """What a result on GPUs must name: command, revision, versions, devices."""
+    command = ["python", "-m", module, *(sys.argv[1:] if args is None else args)]
+    return {
+        "command": " ".join(portable(word) for word in command),
+        "revision": revision(),
+        "versions": versions(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
 
 
 def revision() -> str:

@@ -20,21 +20,20 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
-from mdflash import MDFlashModel, Target
 from mdflash.chat import Sample
 from mdflash.drafter import Layout
 from mdflash.drafter.tree import WINDOWS
 from mdflash.recipe import Recipe, read_recipe
-from mdflash.target.target import resolve_attention
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, MDFlashTrainer, WindowDataset
 from mdflash.training.flops import TARGET_PARTS, count, drafter_part
 from mdflash.training.fused import FusedWindowLoss
-from mdflash.training.plan import drafter_config, measured_tflops, target_config
+from mdflash.training.plan import measured_tflops, target_config
 from mdflash.training.run import training_arguments
 
-from .run import portable, revision, versions
+from .random_models import random_pair
+from .run import provenance
 
 REPEATS, RANDOM_LENGTHS, LONGEST, LOSS_ROWS = 20, 200, 1024, 1792
 
@@ -47,14 +46,7 @@ def main(args: list[str] | None = None) -> None:
     if values.engine_steps == 1:
         sys.exit("error: --engine_steps 1: the first step compiles, so time at least one more")
     config = target_config(recipe, values.target_config)
-    command = ["python", "-m", "eval.training_speed", *(sys.argv[1:] if args is None else args)]
-    made_by = {
-        "command": " ".join(portable(word) for word in command),
-        "revision": revision(),
-        "versions": versions(),
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "recipe": recipe.name,
-    }
+    made_by = provenance("eval.training_speed", args) | {"recipe": recipe.name}
     pieces = (
         [engine_figures(recipe, config, values.engine_steps)] if values.engine_steps else step_figures(recipe, config)
     )
@@ -99,14 +91,7 @@ def merge(output: Path, found: dict, made_by: dict, engine: bool) -> None:
 def random_module(recipe: Recipe, config, device: torch.device) -> DrafterForTraining:
     """Target and drafter of the recipe's shapes, random, made on the device; heads frozen, layers compiled."""
     settings = recipe.settings()
-    torch.manual_seed(0)
-    with torch.device(device):
-        attention = resolve_attention(recipe.target.attn_implementation, device, torch.bfloat16)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
-        target = Target(model)
-        drafter = MDFlashModel(drafter_config(recipe, config))
-    drafter.embed_tokens.weight.data = target.embed_tokens.weight.data.clone()
-    drafter.lm_head.weight.data = target.lm_head.weight.data.clone()
+    target, drafter = random_pair(recipe, config, device)
     frozen_heads = recipe.stage == "mdflash"
     drafter.freeze(heads=frozen_heads).train().compile_layers()
     target.compile_layers()

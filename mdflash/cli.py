@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from .chat import Sample
     from .decoding import RequestResult
-    from .decoding.engine import Request
+    from .decoding.requests import Request
     from .recipe import Recipe
 
 TRAINER = Path("recipes/train_mdflash.py")
@@ -97,7 +97,7 @@ def generate(args: list[str]) -> None:
         raise ValueError("the prompt is empty: give --prompt TEXT, or text on stdin")
 
     from . import decode, load_drafter, load_target
-    from .decoding.engine import check_method, default_devices, share_cores, usable_device
+    from .decoding.build import check_method, default_devices, share_cores, usable_device
 
     devices, drafter = own.devices or default_devices(), None
     for device in devices.split(","):

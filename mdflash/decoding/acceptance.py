@@ -3,8 +3,25 @@
 import torch
 from torch import Tensor
 
-from ..drafter.sampling import draw
+from ..drafter.sampling import Sampling, draw
 from .types import Draft
+
+
+def decide(logits: Tensor, draft: Draft | None, noise: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Verify a draft against the target's logits [B, n+1, V] at t_0..t_n: accepted r [B] and bonus b [B]. noise [B, n+1]
+    uniforms, unread when greedy."""
+    if sampling.greedy:
+        return accept_greedy(logits, draft)
+    return accept(sampling.distribution(logits), draft, noise)
+
+
+def accept_greedy(logits: Tensor, draft: Draft | None) -> tuple[Tensor, Tensor]:
+    """What `accept` gives for one-hot p and q, without writing them: a draft is accepted while it is the argmax."""
+    choice = logits.argmax(-1)
+    if draft is None:
+        return torch.zeros_like(choice[:, 0]), choice[:, 0]
+    accepted = (choice[:, :-1] == draft.tokens).long().cumprod(1).sum(1)
+    return accepted, choice.gather(1, accepted[:, None]).squeeze(1)
 
 
 def accept(p: Tensor, draft: Draft | None, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,5 +11,5 @@ class Autoregressive(Schedule):
 
     def round(self) -> Verdict:
         verdict = self.target.verify(self.block, self.noise.verify())
-        self.block = self.block.next(verdict, None)
+        self.block = self.block.next(verdict)
         return verdict

@@ -1,18 +1,62 @@
-"""The link to the drafting device: a worker thread, so that precompute and verify really overlap."""
+"""Links to the drafting device: work is submitted in order, its results are waited for where they are needed."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import nullcontext
+from dataclasses import dataclass, fields, is_dataclass, replace
 from queue import SimpleQueue
 from threading import Thread
 
 import torch
+from torch import Tensor
 
 
-class Link:
-    """Runs the backbone on its own thread (and its own device). A failed or stuck drafter ends in a clear error; the thread
-    is a daemon, so that a stuck one does not keep the process alive."""
+@dataclass(frozen=True)
+class Pending:
+    """A result under way: a link's own handle on it, and that link."""
+
+    link: "Link"
+    handle: object
+
+    def wait(self):
+        """The result, ready for the target's device; RuntimeError when the drafting side failed or is stuck."""
+        return self.link.wait(self.handle)
+
+
+class Link(ABC):
+    """Runs work on the drafting side, in the order of submission, while the caller goes on.
+
+    Arguments may be tensors of the target's device as they stand at submission, results of earlier work (`Pending`), or
+    plain values.
+    """
+
+    @abstractmethod
+    def submit(self, work: Callable, *args, home: bool = False) -> Pending:
+        """Start `work(*args)` and return at once. home: its result travels to the target's device as soon as it is there;
+        without, it stays with the drafting side, for later work."""
+
+    @abstractmethod
+    def wait(self, handle: object):
+        """See Pending.wait."""
+
+    def close(self) -> None:
+        """Release what the link holds."""
+
+
+class Here(Link):
+    """No other side: the work runs at once, in the target's own order."""
+
+    def submit(self, work, *args, home=False):
+        return Pending(self, work(*(arg.wait() if isinstance(arg, Pending) else arg for arg in args)))
+
+    def wait(self, handle):
+        return handle
+
+
+class ThreadLink(Link):
+    """The drafting side on its own thread, for CPUs: precompute and verify really overlap. The thread is a daemon, so that a
+    stuck drafter does not keep the process alive."""
 
     def __init__(self, device: torch.device, timeout_s: float):
         self.device, self.timeout_s = device, timeout_s
@@ -20,16 +64,14 @@ class Link:
         self._thread = Thread(target=self._serve, name="drafter", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable, *args) -> Future:
-        """Start `work(*args)` on the drafting device and return at once."""
+    def submit(self, work, *args, home=False):
         future = Future()
         self._work.put((future, work, args))
-        return future
+        return Pending(self, future)
 
-    def wait(self, future: Future):
-        """The barrier: the work's result, or RuntimeError when the drafter failed or took longer than timeout_s."""
+    def wait(self, handle):
         try:
-            return future.result(timeout=self.timeout_s)
+            return handle.result(timeout=self.timeout_s)
         except FutureTimeout:
             raise RuntimeError(
                 f"the drafter on {self.device} gave no answer within {self.timeout_s:g} s: it is stuck or the limit is too "
@@ -38,16 +80,73 @@ class Link:
         except Exception as error:
             raise RuntimeError(f"the drafter on {self.device} failed: {type(error).__name__}: {error}") from error
 
-    def close(self) -> None:
+    def close(self):
         """Let the worker go once it is done, before the interpreter may end under it; a stuck one is abandoned."""
         self._work.put(None)
         self._thread.join(timeout=0.5)
 
     def _serve(self) -> None:
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            while (item := self._work.get()) is not None:
-                future, work, args = item
-                try:
-                    future.set_result(work(*args))
-                except BaseException as error:  # it reaches the caller through `wait`
-                    future.set_exception(error)
+        while (item := self._work.get()) is not None:
+            future, work, args = item
+            try:
+                future.set_result(work(*(arg.handle.result() if isinstance(arg, Pending) else arg for arg in args)))
+            except BaseException as error:  # it reaches the caller through `wait`
+                future.set_exception(error)
+
+
+class StreamLink(Link):
+    """The drafting side as a CUDA stream, on another GPU (peer copies) or on the target's own. The host only enqueues: who
+    waits for whom is settled on the devices, by events."""
+
+    def __init__(self, home: torch.device, device: torch.device):
+        self.home, self.device, self.shared = home, device, home == device
+        self.stream = torch.cuda.Stream(device) if self.shared else torch.cuda.current_stream(device)
+        self.inbox = torch.cuda.Stream(home)  # results arrive here, so that the target's own stream stays free
+        self.received = torch.cuda.Event()
+
+    def submit(self, work, *args, home=False):
+        self.stream.wait_stream(torch.cuda.current_stream(self.home))
+        with torch.cuda.stream(self.stream):
+            own = [arg.handle[0] if isinstance(arg, Pending) else carried(arg, self._receive) for arg in args]
+            self.received.record(self.stream)  # from here on the target may overwrite what it sent
+            try:
+                result = work(*own)
+            except Exception as error:
+                raise RuntimeError(f"the drafter on {self.device} failed: {type(error).__name__}: {error}") from error
+            if not home:
+                return Pending(self, (result, None))
+            self.inbox.wait_stream(self.stream)
+            with torch.cuda.stream(self.inbox):
+                result = carried(result, lambda x: x.to(self.home, non_blocking=True))
+                return Pending(self, (result, self.inbox.record_event()))
+
+    def wait(self, handle):
+        result, arrived = handle
+        here = torch.cuda.current_stream(self.home)
+        for event in (arrived, self.received):
+            if event is not None:
+                here.wait_event(event)
+        carried(result, lambda x: x.record_stream(here) or x)
+        return result
+
+    def _receive(self, x: Tensor) -> Tensor:
+        if x.device != self.device:
+            return x.to(self.device, non_blocking=True)
+        x.record_stream(self.stream)
+        return x.clone()
+
+
+def make_link(home: torch.device, device: torch.device, timeout_s: float) -> Link:
+    """The link between these devices."""
+    return StreamLink(home, device) if device.type == "cuda" else ThreadLink(device, timeout_s)
+
+
+def carried(value, move: Callable[[Tensor], Tensor]):
+    """A tensor moved, a tuple or dataclass with its tensors moved, anything else as it is."""
+    if isinstance(value, Tensor):
+        return move(value)
+    if isinstance(value, tuple):
+        return tuple(carried(part, move) for part in value)
+    if is_dataclass(value):
+        return replace(value, **{field.name: carried(getattr(value, field.name), move) for field in fields(value)})
+    return value

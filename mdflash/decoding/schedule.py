@@ -1,12 +1,12 @@
 """What the schedules share: a batch's state, its noise, and the loop's interface."""
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .drafter_runner import DrafterRunner
+from .head_runner import HeadRunner
 from .target_runner import TargetRunner
 from .types import Block, Draft, Verdict
 
@@ -14,15 +14,17 @@ from .types import Block, Draft, Verdict
 class Noise:
     """Each request's uniforms, drawn once from its own generator: [rounds, 2n+1], so that neither the batch it runs in nor a
     schedule's timing can change its tokens. Row t serves the request's round t: n for acceptance, 1 for the bonus, n for the
-    next draft."""
+    next draft. Greedy decoding draws nothing."""
 
-    def __init__(self, batch: int, rounds: int, n: int, device: torch.device):
-        self.n, self.rounds = n, rounds
-        self.table_BtN = torch.zeros(batch, rounds + 1, 2 * n + 1, device=device)
+    def __init__(self, batch: int, rounds: int, n: int, device: torch.device, greedy: bool):
+        self.n, self.rounds, self.greedy = n, 0 if greedy else rounds, greedy
+        self.table_BtN = torch.zeros(batch, self.rounds + 1, 2 * n + 1, device=device)
         self.t_B = torch.zeros(batch, dtype=torch.long, device=device)
 
     def fill(self, rows: list[int], seeds: list[int]) -> None:
         """New requests in these batch rows, at their round 0."""
+        if self.greedy:
+            return
         shape = self.table_BtN.shape[1:]
         tables = [torch.rand(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         self.table_BtN[rows] = torch.stack(tables).to(self.table_BtN.device)
@@ -30,28 +32,32 @@ class Noise:
 
     def advance(self) -> None:
         """The next round of every row."""
-        self.t_B = (self.t_B + 1).clamp(max=self.rounds)
+        if not self.greedy:
+            self.t_B = (self.t_B + 1).clamp(max=self.rounds)
 
-    def verify(self) -> Tensor:
+    def verify(self) -> Tensor | None:
         """[B, n+1] for this round's verification; its last column is the bonus's (and the prefill's, in round 0)."""
-        return self._now()[:, : self.n + 1]
+        return self._now(slice(None, self.n + 1))
 
-    def draft(self) -> Tensor:
+    def draft(self) -> Tensor | None:
         """[B, n] for the draft made in this round."""
-        return self._now()[:, self.n + 1 :]
+        return self._now(slice(self.n + 1, None))
 
-    def _now(self) -> Tensor:
-        return self.table_BtN[torch.arange(len(self.t_B), device=self.t_B.device), self.t_B]
+    def _now(self, part: slice) -> Tensor | None:
+        return (
+            None if self.greedy else self.table_BtN[torch.arange(len(self.t_B), device=self.t_B.device), self.t_B, part]
+        )
 
 
 class Schedule(ABC):
     """One way to alternate drafting and verification, over a fixed number of batch rows that requests pass through. `block`
-    is always the block to be verified next."""
+    is always the block to be verified next; fell_back, whether the last one's draft took a pass after the barrier."""
 
     uses_drafter = True
+    fell_back = False
 
-    def __init__(self, target: TargetRunner, drafter: DrafterRunner | None, noise: Noise):
-        self.target, self.drafter, self.noise = target, drafter, noise
+    def __init__(self, target: TargetRunner, drafter: DrafterRunner | None, head: HeadRunner | None, noise: Noise):
+        self.target, self.drafter, self.head, self.noise = target, drafter, head, noise
         self.block = self._idle_block()
 
     @property
@@ -63,13 +69,12 @@ class Schedule(ABC):
         """Read new requests into these batch rows and prepare their first block; returns their first tokens. With a drafter
         this is the cold start: every prompt feature and t_0 are known, so the first draft is one serial k=0 window."""
         self.noise.fill(rows, seeds)
-        block, features = self.target.prefill(rows, prompts, self.noise.verify()[rows, -1])
+        noise, drafting = ((None if x is None else x[rows]) for x in (self.noise.verify(), self.noise.draft()))
+        block, features = self.target.prefill(rows, prompts, noise)
         if self.uses_drafter:
-            B, T = features.shape[:2]
-            self.drafter.append(features, torch.arange(T, device=features.device).expand(B, T), rows)
-            hidden = self.drafter.serial(block, rows)
-            block = replace(block, draft=self.drafter.head(hidden, block.first, self.noise.draft()[rows]))
-        self.block.put(rows, block)
+            draft = self._aside(self._cold_draft, features, block.first, block.start, block.limit, rows, drafting)
+            block = block.holding(draft)
+        self.block = self.block.put(rows, block)
         return block.first
 
     def step(self) -> Verdict:
@@ -84,11 +89,18 @@ class Schedule(ABC):
     def close(self) -> None:
         """Release what the schedule holds (threads)."""
 
+    def _cold_draft(self, features: Tensor, first: Tensor, start: Tensor, limit: int, rows: list[int], noise) -> Draft:
+        return self.head.window(self.drafter.cold_start(features, first, start, limit, rows), first, noise)
+
+    def _aside(self, work, *args):
+        """Where the drafting side runs work whose result is wanted at once."""
+        return work(*args)
+
     def _idle_block(self) -> Block:
         B, device = self.batch, self.noise.t_B.device
         zero, draft = torch.zeros(B, dtype=torch.long, device=device), None
         if self.uses_drafter:
-            place = {"device": self.drafter.device}
-            q = torch.zeros(B, self.drafter.d, self.drafter.drafter.config.vocab_size, **place)
-            draft = Draft(torch.zeros(B, self.drafter.d, dtype=torch.long, **place), q)
-        return Block(zero, draft, zero.clone(), torch.zeros(B, dtype=torch.bool, device=device), 0)
+            d, V = self.drafter.d, self.drafter.drafter.config.vocab_size
+            q = None if self.noise.greedy else torch.zeros(B, d, V, device=device)
+            draft = Draft(torch.zeros(B, d, dtype=torch.long, device=device), q)
+        return Block(zero, draft, zero, torch.zeros(B, dtype=torch.bool, device=device), 0)

@@ -10,8 +10,8 @@ class Serial(Schedule):
     def round(self) -> Verdict:
         block = self.block
         verdict = self.target.verify(block, self.noise.verify())
-        self.drafter.append(verdict.features, block.positions)
-        window = self.drafter.serial(block.next(verdict, None))
-        draft = self.drafter.head(window, verdict.bonus, self.noise.draft())
-        self.block = block.next(verdict, draft)
+        self.drafter.append(verdict.features, block.start)
+        after = block.next(verdict)
+        window = self.drafter.serial(after.first, after.start, after.limit)
+        self.block = after.holding(self.head.window(window, after.first, self.noise.draft()))
         return verdict

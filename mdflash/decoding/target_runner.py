@@ -7,7 +7,7 @@ from transformers.cache_utils import Cache
 
 from ..drafter.sampling import Sampling
 from ..target import Target
-from .acceptance import accept
+from .acceptance import decide
 from .types import Block, Verdict
 
 
@@ -63,29 +63,27 @@ class TargetRunner:
         self.cache = SlotCache(target, batch, slots)
 
     @torch.no_grad()
-    def prefill(self, rows: list[int], prompts: list[list[int]], noise_B: Tensor) -> tuple[Block, Tensor | None]:
+    def prefill(
+        self, rows: list[int], prompts: list[list[int]], noise_Bn: Tensor | None
+    ) -> tuple[Block, Tensor | None]:
         """Read prompts (ragged) into these batch rows. Returns their first block, t_0 alone at position p = prompt length,
-        and the features [b, T, F] of the prompts, T the longest (past a prompt's end is padding, overwritten before use)."""
+        and the features [b, T, F] of the prompts, T the longest (past a prompt's end is padding, overwritten before use).
+        noise [b, n+1]: its last column serves t_0."""
         ids_BT = pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(self.target.device)
         length_B = torch.tensor([len(p) for p in prompts], device=self.target.device)
         B, T = ids_BT.shape
         positions_BT = torch.arange(T, device=ids_BT.device).expand(B, T)
         out = self.target.forward(ids_BT, self.taps, positions_BT, self.cache, self.cache.fresh(rows, positions_BT))
         last_B1C = out.hidden[torch.arange(B, device=ids_BT.device), length_B - 1][:, None]
-        _, first_B = accept(self._distribution(last_B1C), None, noise_B[:, None])
+        _, first_B = decide(self.target.logits(last_B1C), None, noise_Bn, self.sampling)
         return Block(first_B, None, length_B, torch.ones_like(length_B, dtype=torch.bool), T + 1), out.features
 
     @torch.no_grad()
-    def verify(self, block: Block, noise_Bn1: Tensor) -> Verdict:
+    def verify(self, block: Block, noise_Bn: Tensor | None) -> Verdict:
         """Forward t_0..t_n once and apply the acceptance rule. noise [B, n+1]: one uniform a draft and one for the bonus."""
-        out = self._pass(block.tokens, block.positions, block.limit)
-        draft = block.draft and block.draft.to(self.target.device)
-        accepted_B, bonus_B = accept(self._distribution(out.hidden), draft, noise_Bn1)
-        return Verdict(accepted_B, bonus_B, out.features)
-
-    def _pass(self, ids_BQ: Tensor, positions_BQ: Tensor, limit: int):
-        mask = self.cache.at(positions_BQ, limit)
-        return self.target.forward(ids_BQ, self.taps, positions_BQ, self.cache, mask)
-
-    def _distribution(self, hidden_BQC: Tensor) -> Tensor:
-        return self.sampling.distribution(self.target.logits(hidden_BQC))
+        ids_BQ = block.tokens
+        positions_BQ = block.start[:, None] + torch.arange(ids_BQ.shape[1], device=ids_BQ.device)
+        mask = self.cache.at(positions_BQ, block.limit)
+        out = self.target.forward(ids_BQ, self.taps, positions_BQ, self.cache, mask)
+        outcome = decide(self.target.logits(out.hidden), block.draft, noise_Bn, self.sampling)
+        return Verdict(*outcome, ids_BQ[:, 1:], out.features)

@@ -8,18 +8,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Draft:
-    """Drafted tokens [B, n] and q [B, n, V], the fp32 distributions they were drawn from."""
+    """Drafted tokens [B, n] and q [B, n, V], the fp32 distributions they were drawn from; None when greedy (one-hot)."""
 
     tokens: Tensor
-    q: Tensor
+    q: Tensor | None = None
 
-    def to(self, device: torch.device) -> "Draft":
-        """The draft on another device."""
-        return Draft(self.tokens.to(device), self.q.to(device))
-
-    def put(self, rows: list[int], other: "Draft") -> None:
-        """Overwrite these batch rows with another draft's."""
-        self.tokens[rows], self.q[rows] = other.tokens, other.q
+    def put(self, rows: list[int], other: "Draft") -> "Draft":
+        """With another draft in these batch rows."""
+        q = None if self.q is None else replaced(self.q, rows, other.q)
+        return Draft(replaced(self.tokens, rows, other.tokens), q)
 
 
 @dataclass(frozen=True)
@@ -41,41 +38,48 @@ class Block:
     def tokens(self) -> Tensor:
         """t_0..t_n, [B, n+1]."""
         first = self.first[:, None]
-        return first if self.draft is None else torch.cat([first, self.draft.tokens.to(first.device)], dim=1)
+        return first if self.draft is None else torch.cat([first, self.draft.tokens], dim=1)
 
-    @property
-    def positions(self) -> Tensor:
-        """p..p+n, [B, n+1]."""
-        n = 0 if self.draft is None else self.draft.tokens.shape[1]
-        return self.start[:, None] + torch.arange(n + 1, device=self.start.device)
-
-    def next(self, verdict: "Verdict", draft: Draft | None) -> "Block":
+    def next(self, verdict: "Verdict", draft: Draft | None = None) -> "Block":
         """The block after a verdict: (b, y_1..y_n) at p + r + 1."""
-        n = 0 if draft is None else draft.tokens.shape[1]
         start = self.start + (verdict.accepted + 1) * self.live
-        return Block(verdict.bonus, draft, start, self.live, self.limit + n + 1)
+        return Block(verdict.bonus.clone(), draft, start, self.live, self.limit + verdict.drafts.shape[1] + 1)
+
+    def holding(self, draft: Draft) -> "Block":
+        """The same block with its draft."""
+        return replace(self, draft=draft)
 
     def within(self, limit: int) -> "Block":
         """The same block with a tighter host-side bound."""
         return replace(self, limit=limit)
 
-    def put(self, rows: list[int], other: "Block") -> None:
-        """Overwrite these batch rows with another block's: a new request in each."""
-        self.first[rows], self.start[rows], self.live[rows] = other.first, other.start, True
-        if self.draft is not None:
-            self.draft.put(rows, other.draft)
+    def put(self, rows: list[int], other: "Block") -> "Block":
+        """With another block, a new request each, in these batch rows. Nothing is written in place: a device may still read."""
+        return Block(
+            replaced(self.first, rows, other.first), self.draft and self.draft.put(rows, other.draft),
+            replaced(self.start, rows, other.start), replaced(self.live, rows, other.live), self.limit,
+        )  # fmt: skip
 
-    def park(self, rows: list[int]) -> None:
-        """These rows hold no request any more: they repeat position 0, which the next request overwrites."""
-        self.start[rows], self.live[rows] = 0, False
+    def park(self, rows: list[int]) -> "Block":
+        """With these rows empty: they repeat position 0, which the next request overwrites."""
+        nothing = torch.zeros(len(rows), dtype=torch.long, device=self.start.device)
+        start, live = replaced(self.start, rows, nothing), replaced(self.live, rows, nothing.bool())
+        return replace(self, start=start, live=live)
+
+
+def replaced(x_B: Tensor, rows: list[int], values: Tensor) -> Tensor:
+    """A copy of x [B, ...] with these batch rows replaced."""
+    return x_B.index_put((torch.tensor(rows, device=x_B.device),), values)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verification's outcome: accepted r [B], bonus b [B], features [B, n+1, F] of t_0..t_n (None without taps)."""
+    """A verification's outcome: accepted r [B], bonus b [B], the drafts judged [B, n], features [B, n+1, F] of t_0..t_n (None
+    without taps)."""
 
     accepted: Tensor
     bonus: Tensor
+    drafts: Tensor
     features: Tensor | None
 
 

@@ -7,6 +7,7 @@ y_0 is the bonus token (DSpark paper; docs/checkpoint.md). All heads share one i
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from .sampling import Sampling, draw
 
@@ -40,20 +41,24 @@ class MarkovHead(nn.Module):
         return self.bias(self.codes(previous, hidden))
 
     def draft(
-        self, base_logits: Tensor, first_token: Tensor, hidden: Tensor | None, noise: Tensor, sampling: Sampling
-    ) -> tuple[Tensor, Tensor]:
-        """d sequential steps from y_0. base_logits [B,d,V], first_token [B], hidden [B,d,C], noise [B,d] uniforms.
+        self, base_logits: Tensor, first_token: Tensor, hidden: Tensor | None, noise: Tensor | None, sampling: Sampling
+    ) -> tuple[Tensor, Tensor | None]:
+        """d sequential steps from y_0. base_logits [B,d,V], first_token [B], hidden [B,d,C], noise [B,d] uniforms (unread when
+        greedy).
 
-        Returns tokens [B,d] and q [B,d,V], the fp32 distributions the tokens were drawn from (one-hot when greedy).
+        Returns tokens [B,d] and q [B,d,V], the fp32 distributions the tokens were drawn from (None when greedy: one-hot).
         """
         previous, state, tokens, qs = first_token, self.start(first_token.shape, first_token), [], []
         for i in range(base_logits.shape[1]):
             code, state = self.step(previous, None if hidden is None else hidden[:, i], state)
-            q = sampling.distribution(base_logits[:, i].float() + self.bias(code))
-            previous = draw(q, noise[:, i])
+            logits = base_logits[:, i].float() + self.bias(code)
+            if sampling.greedy:
+                previous = logits.argmax(-1)
+            else:
+                qs.append(sampling.distribution(logits))
+                previous = draw(qs[-1], noise[:, i])
             tokens.append(previous)
-            qs.append(q)
-        return torch.stack(tokens, 1), torch.stack(qs, 1)
+        return torch.stack(tokens, 1), torch.stack(qs, 1) if qs else None
 
     def sample(
         self,
@@ -72,7 +77,8 @@ class MarkovHead(nn.Module):
             raise ValueError(f"{type(self).__name__} reads the slots' hidden states: pass hidden=[B,d,hidden]")
         device = generator.device if generator is not None else base_logits.device
         noise = torch.rand(base_logits.shape[:2], generator=generator, device=device).to(base_logits.device)
-        return self.draft(base_logits, first_token, hidden, noise, Sampling(temperature))
+        tokens, q = self.draft(base_logits, first_token, hidden, noise, Sampling(temperature))
+        return tokens, one_hot(tokens, base_logits.shape[-1]).float() if q is None else q
 
 
 class VanillaHead(MarkovHead):

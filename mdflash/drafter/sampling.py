@@ -23,10 +23,15 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: use a probability mass in (0, 1]")
 
+    @property
+    def greedy(self) -> bool:
+        """Whether every distribution is one-hot at the argmax."""
+        return self.temperature == 0
+
     def distribution(self, logits: Tensor) -> Tensor:
         """fp32 probabilities [..., V] of logits [..., V]: one-hot at the argmax when greedy."""
         logits = logits.float()
-        if self.temperature == 0:
+        if self.greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # no overflow at tiny temperatures
         if 0 < self.top_k < logits.shape[-1]:

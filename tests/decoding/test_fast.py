@@ -5,8 +5,12 @@ import torch
 from conftest import make_drafter, make_target
 
 from mdflash import decode
+from mdflash.decoding.build import Deployment
 from mdflash.decoding.fast import FastDecoder, ops, why_not_fast
+from mdflash.decoding.fast.head import greedy_draft
 from mdflash.decoding.target_runner import SlotCache
+from mdflash.drafter.heads import VanillaHead
+from mdflash.drafter.sampling import Sampling
 
 TAPS = (-1, 0, 2)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 12, [10], list(range(20, 60))]
@@ -72,22 +76,111 @@ def test_the_fast_runner_gives_the_eager_tokens(method, temperature):
     assert [(r.token_ids, r.rounds) for r in runs[0]] == [(r.token_ids, r.rounds) for r in runs[1]]
 
 
+SETTINGS = [
+    {"runner": "eager"},
+    {"runner": "fast", "lm_head": "all"},
+    {"runner": "fast", "lm_head": "selected"},
+    {"runner": "fast", "head_device": "target"},
+]
+
+
+def same_everywhere(devices: str, method: str, temperature: float, head: str = "vanilla", **settings) -> None:
+    """Ragged rows that refill give the CPU's eager tokens and rounds on these devices."""
+    target = make()
+    drafter = make_drafter(target, head=head)
+    asked = dict(max_new_tokens=24, temperature=temperature, stop_ids=[5, 11], batch_size=3, seed=2)
+    expected = decode(target, drafter, PROMPTS * 2, method, **asked)
+    found = decode(target, drafter, PROMPTS * 2, method, devices=devices, **asked, **settings)
+    assert [(r.token_ids, r.rounds) for r in found] == [(r.token_ids, r.rounds) for r in expected]
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", ["autoregressive", "dspark", "dpara"])
-def test_graphs_give_the_cpu_tokens(method):
+def test_one_gpu_gives_the_cpu_tokens(method, temperature, settings):
+    same_everywhere("cuda:0,cuda:0", method, temperature, **settings)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_two_gpus_give_the_cpu_tokens(temperature, settings):
+    same_everywhere("cuda:0,cuda:1", "dpara", temperature, **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head", ["gated", "rnn"])
+def test_other_heads_on_a_gpu(head):
+    same_everywhere("cuda:0,cuda:0", "dpara", 0.0, head, runner="fast")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [True, False])
+def test_graphs_and_lag_change_no_token(graphs, monkeypatch):
+    build = Deployment.__init__
+    for lag in (0, 1, 3):
+        monkeypatch.setattr(
+            Deployment, "__init__", lambda self, *args, lag=lag: build(self, *args, graphs=graphs, lag=lag)
+        )
+        same_everywhere("cuda:0,cuda:0", "dpara", 0.0, runner="fast")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("extra", [{}, YARN], ids=["plain", "yarn"])
+def test_long_contexts(extra):
+    """Past 4096 positions, where splits of the context are long; YaRN's stretched frequencies too."""
+    target = make(**extra | {"max_position_embeddings": 8192})
+    drafter = make_drafter(target, max_position_embeddings=8192)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(97, (length,), generator=generator).tolist() for length in (5000, 4090, 17)]
+    asked = dict(max_new_tokens=24, stop_ids=[], batch_size=3, devices="cuda:0,cuda:0")
+    expected = [r.token_ids for r in decode(target, drafter, prompts, "autoregressive", **asked)]
+    for method in ("autoregressive", "dspark", "dpara"):
+        assert [r.token_ids for r in decode(target, drafter, prompts, method, **asked, runner="fast")] == expected
+
+
+@pytest.mark.gpu
+def test_five_hundred_requests_leave_memory_flat():
     target = make()
     drafter = make_drafter(target)
-    expected = decode(target, drafter, PROMPTS, method, 24, stop_ids=[], batch_size=3)
-    found = decode(
-        target, drafter, PROMPTS, method, 24, stop_ids=[], batch_size=3, devices="cuda:0,cuda:0", runner="fast"
-    )
-    assert [r.token_ids for r in found] == [r.token_ids for r in expected]
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 200, (500,), generator=generator).tolist()
+    prompts = [torch.randint(97, (length,), generator=generator).tolist() for length in lengths]
+    held = []
+    results = decode(
+        target, drafter, prompts, "dpara", 40, stop_ids=[5, 11], batch_size=16, devices="cuda:0,cuda:0", runner="fast",
+        on_round=lambda index, request: request.finish_reason and held.append(torch.cuda.memory_allocated()),
+    )  # fmt: skip
+    assert len(results) == len(held) == 500
+    assert max(held[250:]) <= max(held[50:250])
+    alone = decode(target, drafter, prompts[:20], "dpara", 40, stop_ids=[5, 11])
+    assert [r.token_ids for r in results[:20]] == [r.token_ids for r in alone]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "rank", "vocabulary"), [(1, 256, 5000), (3, 8, 97), (20, 64, 130)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_steps_equal_their_definition(batch, rank, vocabulary, dtype):
+    torch.manual_seed(batch)
+    head = VanillaHead(vocabulary, rank, 4).to("cuda", dtype)
+    logits = torch.randn(batch, 7, vocabulary, device="cuda", dtype=dtype)
+    first = torch.randint(vocabulary, (batch,), device="cuda")
+    expected, _ = head.draft(logits, first, None, None, Sampling())
+    found = greedy_draft(logits, first, head)
+    if dtype == torch.float32:
+        assert torch.equal(found, expected)
+    else:  # a product rounded the other way may decide between near-equal scores
+        previous = torch.cat([first[:, None], found[:, :-1]], dim=1)
+        scores = logits.float() + head.biases(previous, None).float()
+        taken = scores.gather(2, found[..., None]).squeeze(2)
+        assert (scores.amax(-1) - taken).max() <= 0.02
 
 
 def test_fusing_holds_nothing_twice():
     target = make()
     fast, layer = FastDecoder(target), target.decoder.layers[1]
-    weight = fast.layers[1].qkv[0]
+    weight = fast.stack.layers[1].qkv[0]
     assert layer.self_attn.q_proj.weight.data_ptr() == weight.data_ptr()
     assert layer.self_attn.v_proj.weight.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
 
@@ -110,6 +203,7 @@ def inputs(B, K, G, Q, S, D, device, dtype=torch.float32):
         "qkv": make(B, Q, (G * K + 2 * K) * D), "cos": make(B, Q, D), "sin": make(B, Q, D), "start": start.to(device),
         "key": make(B, K, S, D), "value": make(B, K, S, D), "norms": (make(D), make(D)), "x": make(B, Q, 3 * D),
         "residual": make(B, Q, 3 * D), "weight": make(3 * D), "gate_up": make(B, Q, 2 * 3 * D),
+        "mask": ((torch.rand(Q, Q, generator=generator) < 0.5) | torch.eye(Q).bool()).to(device, torch.int8),
     }  # fmt: skip
 
 
@@ -117,7 +211,7 @@ def results(module, data, Q, norms):
     key, value = data["key"].clone(), data["value"].clone()
     norms = data["norms"] if norms else None
     query = module.rotate_and_store(data["qkv"], data["cos"], data["sin"], data["start"], key, value, norms, 1e-6)
-    attended = module.cache_attention(query, key, value, data["start"], Q, 0.25)
+    attended = module.cache_attention(query, key, value, data["start"], data["mask"], 0.25)
     plain = module.add_norm(data["x"], None, data["weight"], 1e-6)
     added = module.add_norm(data["x"], data["residual"], data["weight"], 1e-6)
     return [query, key, value, attended, *plain, *added, module.silu_gate(data["gate_up"])]
@@ -126,7 +220,15 @@ def results(module, data, Q, norms):
 @pytest.mark.gpu
 @pytest.mark.parametrize("norms", [True, False])
 @pytest.mark.parametrize(
-    "shape", [(1, 8, 4, 8, 1024, 128), (3, 2, 2, 1, 97, 64), (2, 1, 5, 16, 300, 32), (1, 1, 1, 1, 1, 16)]
+    "shape",
+    [
+        (1, 8, 4, 8, 1024, 128),
+        (3, 2, 2, 1, 97, 64),
+        (2, 1, 5, 16, 300, 32),
+        (1, 1, 1, 1, 1, 16),
+        (2, 2, 4, 64, 200, 64),
+        (1, 2, 5, 64, 64, 16),
+    ],
 )
 def test_kernels_equal_their_twins(shape, norms):
     from mdflash.decoding.fast import kernels

@@ -1,4 +1,4 @@
-"""A target's decoder over few rows: the Hugging Face module's own weights, projections fused, one kernel between products.
+"""Decoder layers over few rows: the modules' own weights, projections fused, one kernel between products.
 
 Shape legend: ops.py; L taps.
 """
@@ -45,75 +45,54 @@ def why_not_fast(target: Target) -> str | None:
     return None
 
 
-class FastDecoder:
-    """Runs a target's layers over a slot cache. The fused weights replace the modules' own storage, which become views of
-    them: nothing is held twice, and the eager path still works.
+class FastLayers:
+    """Decoder layers over a slot cache, as a target's and a drafter's backbone have them. The fused weights replace the
+    modules' own storage, which become views of them: nothing is held twice, and the eager path still works."""
 
-    Raises ValueError for a target that `why_not_fast` refuses.
-    """
-
-    def __init__(self, target: Target):
-        reason = why_not_fast(target)
-        if reason:
-            raise ValueError(f"{type(target.model).__name__} cannot take the fast path: {reason}; use the eager one")
-        self.target = target
-        self.eps = target.decoder.norm.variance_epsilon
-        self.layers = [self._fuse(layer) for layer in target.decoder.layers]
-        self.scale = target.decoder.layers[0].self_attn.scaling
+    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, scale: float):
+        self.layers = [self._fuse(layer) for layer in layers]
+        self.norm, self.eps, self.scale = norm.weight, norm.variance_epsilon, scale
         self.ops = ops
-        if target.device.type == "cuda":
+        if self.norm.is_cuda:
             from . import kernels
 
             self.ops = kernels
 
-    @classmethod
-    def of(cls, target: Target) -> "FastDecoder":
-        """The target's fast decoder, made at the first call and again after its weights have moved."""
-        held, projection = getattr(target, "fast_decoder", None), target.decoder.layers[0].self_attn.q_proj.weight
-        if held is None or held.layers[0].qkv[0].data_ptr() != projection.data_ptr():
-            target.fast_decoder = held = cls(target)
-        return held
-
-    @torch.no_grad()
     def forward(
         self,
-        ids_BQ: Tensor,
+        x_BQC: Tensor,
+        cos_BQD: Tensor,
+        sin_BQD: Tensor,
         start_B: Tensor,
+        mask_QQ: Tensor,
         cache: Sequence[tuple[Tensor, Tensor]],
-        taps: Sequence[int] = (),
-        on_tap: Callable[[int], None] | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """One pass over ids [B, Q] at positions start..start+Q-1. cache: each layer's keys and values [B, K, S, D], written
-        in place. Returns the final-norm states [B, Q, C] and the features [B, Q, L·C]; on_tap(index of the tap) is called
-        as soon as that tap's part of the features is written."""
-        do, decoder = self.ops, self.target.decoder
-        residual = decoder.embed_tokens(ids_BQ)
-        B, Q, C = residual.shape
-        positions = start_B[:, None] + torch.arange(Q, device=start_B.device)
-        cos, sin = (part.contiguous() for part in decoder.rotary_emb(residual, positions))
-        features = residual.new_empty(B, Q, len(taps) * C) if taps else None
-
-        def keep(layer: int, state: Tensor) -> None:
-            if layer in taps:
-                index = taps.index(layer)
-                features[..., index * C : (index + 1) * C] = state
-                if on_tap:
-                    on_tap(index)
-
-        keep(-1, residual)
-        x, residual = do.add_norm(residual, None, self.layers[0].input_norm, self.eps)
+        keep: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """One pass over embedded rows, whose keys and values go to slots start..start+Q-1 of the cache (each layer's keys and
+        values [B, K, S, D]); row i sees every slot below start, and row j where mask[i, j]. cos and sin rotate them at
+        their positions. Returns the final-norm states; keep(layer, its output) is called as soon as that is written."""
+        do = self.ops
+        x, residual = do.add_norm(x_BQC, None, self.layers[0].input_norm, self.eps)
         for number, (layer, (key, value)) in enumerate(zip(self.layers, cache, strict=True)):
             query = do.rotate_and_store(
-                F.linear(x, *layer.qkv), cos, sin, start_B, key, value, layer.head_norms, self.eps
+                F.linear(x, *layer.qkv), cos_BQD, sin_BQD, start_B, key, value, layer.head_norms, self.eps
             )
-            attended = do.cache_attention(query, key, value, start_B, Q, self.scale)
+            attended = do.cache_attention(query, key, value, start_B, mask_QQ, self.scale)
             x, residual = do.add_norm(F.linear(attended, *layer.out), residual, layer.mlp_norm, self.eps)
             x = F.linear(do.silu_gate(F.linear(x, *layer.gate_up)), *layer.down)
             last = number + 1 == len(self.layers)
-            norm = decoder.norm.weight if last else self.layers[number + 1].input_norm
-            x, residual = do.add_norm(x, residual, norm, self.eps)
-            keep(number, residual)
-        return x, features
+            x, residual = do.add_norm(x, residual, self.norm if last else self.layers[number + 1].input_norm, self.eps)
+            if keep:
+                keep(number, residual)
+        return x
+
+    def store(self, x_BQC: Tensor, cos_BQD: Tensor, sin_BQD: Tensor, start_B: Tensor, cache) -> None:
+        """Write keys and values of rows that ask nothing (a drafter's context) into slots start..start+Q-1 of every layer."""
+        for layer, (key, value) in zip(self.layers, cache, strict=True):
+            width = 2 * key.shape[1] * key.shape[3]
+            weight, bias = layer.qkv
+            states = F.linear(x_BQC, weight[-width:], None if bias is None else bias[-width:])
+            self.ops.rotate_and_store(states, cos_BQD, sin_BQD, start_B, key, value, layer.head_norms, self.eps)
 
     @staticmethod
     def _fuse(layer: nn.Module) -> FusedLayer:
@@ -130,6 +109,60 @@ class FastDecoder:
             mlp_norm=layer.post_attention_layernorm.weight,
             head_norms=norms,
         )
+
+
+class FastDecoder:
+    """Runs a target's layers over a slot cache.
+
+    Raises ValueError for a target that `why_not_fast` refuses.
+    """
+
+    def __init__(self, target: Target):
+        reason = why_not_fast(target)
+        if reason:
+            raise ValueError(f"{type(target.model).__name__} cannot take the fast path: {reason}; use the eager one")
+        self.target = target
+        decoder = target.decoder
+        self.stack = FastLayers(decoder.layers, decoder.norm, decoder.layers[0].self_attn.scaling)
+        self.masks: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, target: Target) -> "FastDecoder":
+        """The target's fast decoder, made at the first call and again after its weights have moved."""
+        held, projection = getattr(target, "fast_decoder", None), target.decoder.layers[0].self_attn.q_proj.weight
+        if held is None or held.stack.layers[0].qkv[0].data_ptr() != projection.data_ptr():
+            target.fast_decoder = held = cls(target)
+        return held
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids_BQ: Tensor,
+        start_B: Tensor,
+        cache: Sequence[tuple[Tensor, Tensor]],
+        taps: Sequence[int] = (),
+        on_tap: Callable[[int], None] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One causal pass over ids [B, Q] at positions start..start+Q-1. cache: each layer's keys and values [B, K, S, D],
+        written in place. Returns the final-norm states [B, Q, C] and the features [B, Q, L·C]; on_tap(index of the tap) is
+        called as soon as that tap's part of the features is written."""
+        x = self.target.embed_tokens(ids_BQ)
+        B, Q, C = x.shape
+        positions = start_B[:, None] + torch.arange(Q, device=start_B.device)
+        cos, sin = (part.contiguous() for part in self.target.decoder.rotary_emb(x, positions))
+        features = x.new_empty(B, Q, len(taps) * C) if taps else None
+
+        def keep(layer: int, state: Tensor) -> None:
+            if layer in taps:
+                index = taps.index(layer)
+                features[..., index * C : (index + 1) * C] = state
+                if on_tap:
+                    on_tap(index)
+
+        keep(-1, x)
+        if Q not in self.masks:
+            self.masks[Q] = torch.ones(Q, Q, dtype=torch.int8, device=x.device).tril()
+        return self.stack.forward(x, cos, sin, start_B, self.masks[Q], cache, keep), features
 
 
 def fuse(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_SPLITS, KEYS = 32, 64
+MOST_SPLITS, MOST_ROWS, KEYS = 32, 64, 64
 
 
 def add_norm(x_NC: Tensor, residual_NC: Tensor | None, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ def _rotate_and_store(
     elif head >= H:
         target = key + b.to(tl.int64) * cache_stride + ((head - H) * S + slot) * D
     else:
-        target = query + (((b * K + head // (H // K)) * (H // K) + head % (H // K)) * Q + i) * D
+        target = query + ((b * H + head) * Q + i) * D  # heads of a group lie side by side already
     if head < H + K:
         if NORM:
             wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
@@ -87,22 +87,24 @@ def _rotate_and_store(
 
 
 def cache_attention(
-    query_BKRD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, start_B: Tensor, queries: int, scale: float
+    query_BKRD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, start_B: Tensor, mask_QQ: Tensor, scale: float
 ) -> Tensor:
     """See ops.cache_attention. The live context of each request is split over programs that end in partial sums, which a
     second kernel joins (flash decoding)."""
     B, K, R, D = query_BKRD.shape
-    out = query_BKRD.new_empty(B, queries, K * (R // queries) * D)
-    splits = max(1, min(MOST_SPLITS, 2 * processors(out.device) // (B * K)))
+    Q = len(mask_QQ)
+    out = query_BKRD.new_empty(B, Q, K * (R // Q) * D)
+    rows = min(MOST_ROWS, max(16, triton.next_power_of_2(R)))
+    tiles = triton.cdiv(R, rows)
+    splits = max(1, min(MOST_SPLITS, 2 * processors(out.device) // (B * K * tiles)))
     partial = torch.empty(B * K, splits, R, D, dtype=torch.float32, device=out.device)
     peak, weight = torch.empty(2, B * K, splits, R, dtype=torch.float32, device=out.device)
-    rows = max(16, triton.next_power_of_2(R))
-    _split_attention[(B * K, splits)](
-        query_BKRD, key_BKSD, value_BKSD, start_B, partial, peak, weight, scale * 1.4426950408889634, key_BKSD.shape[2],
-        key_BKSD.stride(0), K, R, queries, splits, D=D, ROWS=rows, KEYS=KEYS, num_warps=4,
+    _split_attention[(B * K, splits, tiles)](
+        query_BKRD, key_BKSD, value_BKSD, start_B, mask_QQ, partial, peak, weight, scale * 1.4426950408889634,
+        key_BKSD.shape[2], key_BKSD.stride(0), K, R, Q, splits, D=D, ROWS=rows, KEYS=KEYS, num_warps=4,
     )  # fmt: skip
     _join_attention[(B * K, R)](
-        partial, peak, weight, out, K, R, queries, splits, D=D, SPLITS=triton.next_power_of_2(splits), num_warps=1
+        partial, peak, weight, out, K, R, Q, splits, D=D, SPLITS=triton.next_power_of_2(splits), num_warps=1
     )
     return out
 
@@ -114,7 +116,7 @@ def processors(device: torch.device) -> int:
 
 @triton.jit
 def _split_attention(
-    query, key, value, start, partial, peak, weight, scale, S, cache_stride, K, R, Q, splits,
+    query, key, value, start, mask, partial, peak, weight, scale, S, cache_stride, K, R, Q, splits,
     D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     pair, split = tl.program_id(0), tl.program_id(1)
@@ -122,9 +124,9 @@ def _split_attention(
     first = tl.load(start + b).to(tl.int32)
     share = tl.cdiv(tl.cdiv(first + Q, splits), KEYS) * KEYS
     lowest, highest = split * share, tl.minimum((split + 1) * share, first + Q)
-    rows, columns, keys = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, KEYS)
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    columns, keys = tl.arange(0, D), tl.arange(0, KEYS)
     q = tl.load(query + (pair * R + rows[:, None]) * D + columns, rows[:, None] < R, 0.0)
-    last = first + rows % Q
     base = b.to(tl.int64) * cache_stride + k.to(tl.int64) * S * D
     high = tl.full([ROWS], -1.0e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -134,7 +136,9 @@ def _split_attention(
         live = slot < highest
         k_block = tl.load(key + base + slot[:, None] * D + columns, live[:, None], 0.0)
         scores = tl.dot(q, tl.trans(k_block), input_precision="ieee") * scale
-        scores = tl.where(live[None, :] & (slot[None, :] <= last[:, None]), scores, -1.0e30)
+        own = slot - first
+        among = tl.load(mask + (rows % Q)[:, None] * Q + own[None, :], (live & (own >= 0))[None, :], 0)
+        scores = tl.where((live & (own < 0))[None, :] | (among != 0), scores, -1.0e30)
         higher = tl.maximum(high, tl.max(scores, 1))
         # a row that sees none of these keys keeps weight 0
         weights = tl.where(scores > -1.0e29, tl.exp2(scores - higher[:, None]), 0.0)

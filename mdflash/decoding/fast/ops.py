@@ -1,6 +1,6 @@
 """The small operations between a decoder layer's matrix products, in plain PyTorch; kernels.py holds their Triton twins.
 
-B requests · Q query rows of a request, at positions start..start+Q-1 · H query heads, K key/value heads, G = H/K · D head
+B requests · Q query rows of a request, in slots start..start+Q-1 · H query heads, K key/value heads, G = H/K · D head
 width · S cache slots (slot = position) · C channels. Each function mirrors what transformers' Qwen3 and Llama compute, its
 roundings included.
 """
@@ -23,7 +23,7 @@ def rotate_and_store(
     norms: tuple[Tensor, Tensor] | None, eps: float,
 ) -> Tensor:  # fmt: skip
     """Split the fused projection (E = (H + 2K)·D), norm each query and key head where the model does, rotate them, write
-    keys and values into their slots, and return the queries [B, K, G·Q, D], a group's heads side by side."""
+    keys and values into their slots, and return the queries [B, K, G·Q, D], a group's heads side by side. H may be 0."""
     B, Q, D = cos_BQD.shape
     K = key_BKSD.shape[1]
     heads = qkv_BQE.view(B, Q, -1, D)
@@ -45,14 +45,17 @@ def rotated(x_BQHD: Tensor, cos_BQD: Tensor, sin_BQD: Tensor) -> Tensor:
 
 
 def cache_attention(
-    query_BKRD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, start_B: Tensor, queries: int, scale: float
+    query_BKRD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, start_B: Tensor, mask_QQ: Tensor, scale: float
 ) -> Tensor:
-    """Causal attention of rows R = G·Q over the slots; query i of a request sees slots 0..start+i. Returns [B, Q, H·D]."""
+    """Attention of rows R = G·Q over the slots: row i of a request sees slots 0..start-1, and slot start+j where mask[i, j]
+    (int8). Returns [B, Q, H·D]."""
     B, K, R, D = query_BKRD.shape
-    last = start_B[:, None] + torch.arange(queries, device=start_B.device).repeat(R // queries)
-    visible = torch.arange(key_BKSD.shape[2], device=start_B.device) <= last[..., None]
+    Q = len(mask_QQ)
+    own = torch.arange(key_BKSD.shape[2], device=start_B.device) - start_B[:, None]
+    among_rows = mask_QQ.bool()[:, own.clamp(0, Q - 1)].transpose(0, 1) & (own < Q)[:, None]
+    visible = torch.where((own < 0)[:, None], True, among_rows).repeat(1, R // Q, 1)
     out = F.scaled_dot_product_attention(query_BKRD, key_BKSD, value_BKSD, attn_mask=visible[:, None], scale=scale)
-    return out.view(B, K, -1, queries, D).permute(0, 3, 1, 2, 4).reshape(B, queries, -1)
+    return out.view(B, K, -1, Q, D).permute(0, 3, 1, 2, 4).reshape(B, Q, -1)
 
 
 def silu_gate(gate_up_NE: Tensor) -> Tensor:

@@ -1,25 +1,128 @@
-"""The target runner whose verifications take the fast pass, as one CUDA graph a shape. Prefills stay with the eager one."""
+"""The runners' fast path: the passes of every round as one CUDA graph a shape. Prefills stay with the eager one. Both give
+the eager runners' answers (equal ids in fp32); what they return is the graph's own, to be read before its next replay."""
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ...target import Target, TargetOutput
+from ...drafter import Layout, MDFlashModel, Rows
+from ...drafter.tree import dense_mask
+from ...target import Target
+from ..acceptance import decide
+from ..drafter_runner import Branches, DrafterRunner
+from ..head_runner import HeadRunner
 from ..target_runner import TargetRunner
-from .decoder import FastDecoder
+from ..types import Block, Draft, Verdict
+from .decoder import FastDecoder, FastLayers
 from .graphs import Graphed
+from .head import greedy_draft, is_fusible
 
 MOST_ROWS = 16
 
 
 class FastTargetRunner(TargetRunner):
-    """Answers as TargetRunner does (equal ids in fp32). A verdict's features are the graph's own: read them before the next
-    round."""
+    """Verification, acceptance included, as one graph."""
 
-    def __init__(self, target: Target, *args):
+    def __init__(self, target: Target, *args, graphs: bool = True):
         super().__init__(target, *args)
-        decoder = FastDecoder.of(target)
-        self.graph = Graphed(lambda ids, start: decoder.forward(ids, start, self.cache.pairs, self.taps))
+        self.decoder = FastDecoder.of(target)
+        self.graph = Graphed(self._verify, graphs)
 
-    def _pass(self, ids_BQ: Tensor, positions_BQ: Tensor, limit: int) -> TargetOutput:
-        if ids_BQ.shape[1] > MOST_ROWS:
-            return super()._pass(ids_BQ, positions_BQ, limit)
-        return TargetOutput(*self.graph(ids_BQ, positions_BQ[:, 0].contiguous()))
+    def verify(self, block: Block, noise_Bn: Tensor | None) -> Verdict:
+        if block.draft is not None and block.draft.tokens.shape[1] >= MOST_ROWS:
+            return super().verify(block, noise_Bn)
+        draft = block.draft or Draft(None)
+        return Verdict(*self.graph(block.first, block.start, draft.tokens, draft.q, noise_Bn))
+
+    def _verify(
+        self, first_B: Tensor, start_B: Tensor, drafts_Bn: Tensor | None, q: Tensor | None, noise: Tensor | None
+    ):
+        block = Block(first_B, None if drafts_Bn is None else Draft(drafts_Bn, q), start_B, None, 0)
+        ids_BQ = block.tokens
+        hidden, features = self.decoder.forward(ids_BQ, start_B, self.cache.pairs, self.taps)
+        outcome = decide(self.target.logits(hidden), block.draft, noise, self.sampling)
+        return *outcome, ids_BQ[:, 1:], features
+
+
+class FastDrafterRunner(DrafterRunner):
+    """Appending features, the serial window and the tree as one graph each; a pass's own keys and values use the slots past
+    the context, which the next features overwrite."""
+
+    def __init__(self, drafter: MDFlashModel, batch: int, slots: int, all_logits: bool, graphs: bool = True):
+        self.layouts = {"serial": Layout.serial(drafter.draft_length), "tree": Layout.tree(drafter.draft_length)}
+        super().__init__(drafter, batch, slots + self.layouts["tree"].rows, all_logits)
+        self.stack = FastLayers(drafter.layers, drafter.norm, drafter.config.head_dim**-0.5)
+        self.pairs = [(layer.key, layer.value) for layer in self.context]
+        self.among = {name: self._among_rows(layout) for name, layout in self.layouts.items()}
+        self.offset = {name: torch.tensor(layout.offset, device=self.device) for name, layout in self.layouts.items()}
+        self.graphs = {
+            name: Graphed(work, graphs)
+            for name, work in {"append": self._append, "serial": self._serial, "tree": self._tree}.items()
+        }
+
+    def append(self, features_BQF: Tensor, start_B: Tensor) -> None:
+        self.graphs["append"](features_BQF, start_B)
+
+    def serial(self, first_B: Tensor, start_B: Tensor, limit: int, rows: list[int] | None = None) -> Tensor:
+        self.passes += 1
+        return self.graphs["serial"](first_B, start_B)
+
+    def tree(self, tokens_Bn: Tensor, start_B: Tensor, limit: int) -> Branches:
+        self.passes += 1
+        return Branches(*self.graphs["tree"](tokens_Bn, start_B))
+
+    def _append(self, features_BQF: Tensor, start_B: Tensor) -> None:
+        drafter, do = self.drafter, self.stack.ops
+        positions_BQ = start_B[:, None] + torch.arange(features_BQF.shape[1], device=self.device)
+        x = drafter.fc(features_BQF.to(drafter.dtype))
+        x, _ = do.add_norm(x, None, drafter.hidden_norm.weight, drafter.hidden_norm.variance_epsilon)
+        self.stack.store(x, *self._rotation(x, positions_BQ), start_B, self.pairs)
+
+    def _serial(self, first_B: Tensor, start_B: Tensor) -> Tensor:
+        anchors = first_B.new_empty(len(first_B), 1, 0)
+        return self._pass("serial", start_B, anchors, first_B[:, None, None])[:, 0]
+
+    def _tree(self, tokens_Bn: Tensor, start_B: Tensor) -> tuple[Tensor, Tensor | None]:
+        hidden = self._pass("tree", start_B, tokens_Bn[:, None], None)
+        return hidden, self.drafter.lm_head(hidden) if self.all_logits else None
+
+    def _pass(self, name: str, start_B: Tensor, anchors: Tensor, first: Tensor | None) -> Tensor:
+        """Hidden states [B, branches, d, C]."""
+        layout = self.layouts[name]
+        ids_BR = layout.token_ids(anchors, self.drafter.config.mask_token_id, first)[:, 0]
+        x = F.embedding(ids_BR, self.drafter.embed_tokens.weight).to(self.drafter.dtype)
+        rotation = self._rotation(x, start_B[:, None] + self.offset[name])
+        hidden_BRC = self.stack.forward(x, *rotation, start_B, self.among[name], self.pairs)
+        return hidden_BRC[:, layout.spine :].unflatten(1, (len(layout.branches), layout.d))
+
+    def _rotation(self, x: Tensor, positions: Tensor) -> list[Tensor]:
+        return [part.contiguous() for part in self.drafter.rotary_emb(x, positions)]
+
+    def _among_rows(self, layout: Layout) -> Tensor:
+        """The visibility rule between a tree's own rows, [R, R] int8."""
+        nowhere = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        rows = Rows.build(layout, nowhere, nowhere[..., None].expand(1, 1, layout.rows))
+        return dense_mask(rows, 0)[0, 0].to(torch.int8).contiguous()
+
+
+class FastHeadRunner(HeadRunner):
+    """The heads as one graph; greedy steps of a vanilla head take two kernels each."""
+
+    def __init__(self, *args, graphs: bool = True):
+        super().__init__(*args)
+        self.fused = self.sampling.greedy and is_fusible(self.markov_head)
+        self.graphs = {"window": Graphed(super().window, graphs), "branch": Graphed(self._branch, graphs)}
+
+    def window(self, hidden_BdC: Tensor, bonus_B: Tensor, noise_Bd: Tensor | None) -> Draft:
+        return self.graphs["window"](hidden_BdC, bonus_B, noise_Bd)
+
+    def branch(self, branches: Branches, accepted_B: Tensor, bonus_B: Tensor, noise_Bd: Tensor | None) -> Draft:
+        return self.graphs["branch"](branches.hidden, branches.logits, accepted_B, bonus_B, noise_Bd)
+
+    def _branch(self, hidden: Tensor, logits: Tensor | None, accepted_B: Tensor, bonus_B: Tensor, noise: Tensor | None):
+        return super().branch(Branches(hidden, logits), accepted_B, bonus_B, noise)
+
+    def _draft(self, logits_BdV: Tensor, hidden_BdC: Tensor, bonus_B: Tensor, noise_Bd: Tensor | None) -> Draft:
+        if self.fused:
+            return Draft(greedy_draft(logits_BdV, bonus_B, self.markov_head))
+        return super()._draft(logits_BdV, hidden_BdC, bonus_B, noise_Bd)
