@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections import defaultdict
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 
@@ -21,10 +21,12 @@ class Timeline:
     def __init__(self, schedule: Schedule):
         self.spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
         self.host_ms: list[float] = []
-        for side, names in CALLS.items():
-            for name in names:
-                if getattr(schedule, side) is not None:
-                    self._watch(getattr(schedule, side), name)
+        links = [getattr(schedule, name) for name in ("link", "heads") if hasattr(schedule, name)]
+        holders = [schedule, *(link.side for link in dict.fromkeys(links))]
+        for holder, (runner, names) in product(holders, CALLS.items()):
+            if getattr(holder, runner, None) is not None:
+                for name in names:
+                    self._watch(getattr(holder, runner), name)
         step = schedule.step
 
         def timed_step():

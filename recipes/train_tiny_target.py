@@ -49,7 +49,7 @@ class Settings:
     """JSONL file whose rows have `messages`, the last of them the answer."""
     output: Path
     """Folder for the model, its tokenizer and recipe.json."""
-    steps: int = 850
+    steps: int = 750
     """Optimizer steps."""
     batch_size: int = 12
     """Texts per step."""

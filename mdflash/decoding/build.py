@@ -15,6 +15,7 @@ from ..target.target import share_weights
 from .autoregressive import Autoregressive
 from .dpara import DPara
 from .drafter_runner import DrafterRunner
+from .drafting_side import DraftingSide
 from .fast import FastDrafterRunner, FastHeadRunner, FastTargetRunner
 from .head_runner import HeadRunner
 from .link import Here, make_link
@@ -29,7 +30,7 @@ RUNNERS = {
 }
 
 
-ALL_LOGITS_ROWS = 256  # tree rows up to which the LM head over all of them hides behind the verify pass (lm_head: auto)
+ALL_LOGITS_ROWS = 448  # tree rows up to which the LM head over all of them hides behind the verify pass (lm_head: auto)
 
 
 @dataclass(frozen=True)
@@ -87,16 +88,17 @@ def build_schedule(
     target_runner = on_target(target, taps, sampling, batch, slots, **extra)
     noise = Noise(batch, tokens + lag, d, target.device, sampling.greedy)
     if drafter is None:
-        return Autoregressive(target_runner, None, None, noise)
+        return Autoregressive(target_runner, noise)
     drafter_runner = on_drafter(drafter, batch, slots, deployment.all_logits(batch * (d + 1) * d), **extra)
     apart = deployment.head_device == "target" and drafter_runner.device != target.device
     heads = heads_for(target, drafter) if apart else (drafter.lm_head, drafter.head)
-    head_runner = on_heads(*heads, sampling, **extra)
+    head_runner = on_heads(*heads, sampling, **extra, **({"near": not apart} if extra else {}))
     if method != "dpara":
         return Serial(target_runner, drafter_runner, head_runner, noise)
-    link = make_link(target.device, drafter_runner.device, deployment.timeout_s)
-    here = deployment.head_device == "target"
-    return DPara(target_runner, drafter_runner, head_runner, noise, link, Here() if here else link)
+    beside = deployment.head_device == "target"
+    side = DraftingSide(drafter_runner, None if beside else head_runner)
+    link = make_link(side, target.device, drafter_runner.device, deployment.timeout_s)
+    return DPara(target_runner, d, noise, link, Here(DraftingSide(None, head_runner)) if beside else None)
 
 
 def heads_for(target: Target, drafter: MDFlashModel) -> tuple[nn.Linear, nn.Module]:

@@ -2,41 +2,35 @@
 
 from torch import Tensor
 
-from .drafter_runner import Branches, DrafterRunner
-from .head_runner import HeadRunner
 from .link import Link, Pending
 from .schedule import Noise, Schedule
 from .target_runner import TargetRunner
-from .types import Draft, Verdict
+from .types import Block, Draft, Verdict
 
 
 class DPara(Schedule):
     """Only the head stays on the critical path: T_step = max(T_verify, T_precompute) + T_head.
 
-    link: to the drafting device. head_link: where the heads work, the same link or, with the heads on the target's device,
-    `Here`.
+    link: to the drafting side. heads: to the side with the heads, the same link unless they sit with the target.
     """
 
-    def __init__(
-        self, target: TargetRunner, drafter: DrafterRunner, head: HeadRunner, noise: Noise, link: Link, head_link: Link
-    ):
-        super().__init__(target, drafter, head, noise)
-        self.link, self.head_link = link, head_link
+    def __init__(self, target: TargetRunner, d: int, noise: Noise, link: Link, heads: Link | None = None):
+        super().__init__(target, d, noise)
+        self.link, self.heads, self.apart = link, heads or link, heads is not None
         self.coming: Pending | None = None  # the next block's draft
 
     def round(self) -> Verdict:
         self.receive()
         block = self.block
-        # 1. precompute starts on the drafting device: a branch for every r, features < p
-        apart = self.head_link is not self.link
-        branches = self.link.submit(self.drafter.tree, block.tokens, block.start, block.limit, home=apart)
+        # 1. precompute starts on the drafting side: a branch for every r, features < p
+        branches = self.link.submit("tree", block.tokens, block.start, block.limit, home=self.apart)
         # 2. meanwhile the target verifies the same block: r, b, features of t_0..t_d
         verdict = self.target.verify(block, self.noise.verify())
         # 3. barrier; 4. pick branch r and run the head from y_0 = b
-        outcome = verdict.accepted, verdict.bonus, self.noise.draft()
-        self.coming = self.head_link.submit(self._draft, branches, *outcome, home=True)
+        features = self.link.submit("keep", verdict.features, block.start)
+        self.coming = self.heads.submit("draft", branches, verdict.outcome, self.noise.draft(), home=True)
         # 5. behind it, append the features; those past t_r lie at or above the next p, where no row sees them
-        self.link.submit(self.drafter.append, verdict.features, block.start)
+        self.link.submit("append", features)
         # 6. next block: (b, y_1..y_d) at p + r + 1
         self.block = block.next(verdict)
         return verdict
@@ -54,11 +48,7 @@ class DPara(Schedule):
     def close(self) -> None:
         self.link.close()
 
-    def _draft(self, branches: Branches, accepted: Tensor, bonus: Tensor, noise: Tensor | None) -> tuple[Draft, bool]:
-        """The draft, and whether a backbone pass had to start after the barrier for it: a fallback."""
-        passes = self.drafter.passes
-        draft = self.head.branch(branches, accepted, bonus, noise)
-        return draft, self.drafter.passes > passes
-
-    def _aside(self, work, *args):
-        return self.link.submit(work, *args, home=True).wait()
+    def _cold_draft(self, block: Block, features: Tensor, rows: list[int], noise: Tensor | None) -> Draft:
+        given = features, block.first, block.start, block.limit, rows
+        hidden = self.link.submit("cold_start", *given, home=self.apart)
+        return self.heads.submit("window", hidden, block.first, noise, home=True).wait()

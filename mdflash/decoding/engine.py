@@ -146,7 +146,7 @@ class Rows:
     def step(self) -> Flight:
         """Start one round of all rows, with the host's bound on the slots it reaches."""
         schedule = self.schedule
-        n = schedule.drafter.d if schedule.uses_drafter else 0
+        n = schedule.n
         longest = max(len(request.prompt) + len(request.token_ids) for request in self.held if request)
         schedule.block = schedule.block.within(longest + n + self.lag * (n + 1))
         outcome = Outcome(schedule.step())
@@ -161,7 +161,7 @@ class Rows:
                 continue
             r, b, proposed = accepted[row], bonus[row], drafts[row]
             committed = self.stopping.commit(request, [*proposed[:r], b])
-            cold_start = self.schedule.uses_drafter and not request.rounds
+            cold_start = self.schedule.n > 0 and not request.rounds
             request.rounds.append(Round(r, tuple(proposed), b, committed, flight.fallback, cold_start))
             request.decode_s = now - request.began
             self._settle(row, request)

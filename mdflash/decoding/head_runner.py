@@ -20,8 +20,9 @@ class HeadRunner:
         return self._draft(self.lm_head(hidden_BdC), hidden_BdC, bonus_B, noise_Bd)
 
     @torch.no_grad()
-    def branch(self, branches: Branches, accepted_B: Tensor, bonus_B: Tensor, noise_Bd: Tensor | None) -> Draft:
-        """The same on branch r, whose logits may be there already."""
+    def branch(self, branches: Branches, outcome_Bn: Tensor, noise_Bd: Tensor | None) -> Draft:
+        """The same on the branch that a verdict's outcome picks, whose logits may be there already."""
+        accepted_B, bonus_B = outcome_Bn[:, 0], outcome_Bn[:, 1]
         row = torch.arange(len(accepted_B), device=accepted_B.device)
         hidden_BdC = branches.hidden[row, accepted_B]
         ready = branches.logits is not None

@@ -1,4 +1,4 @@
-"""Links to the drafting device: work is submitted in order, its results are waited for where they are needed."""
+"""Links to the drafting side: work is submitted in order, its results are waited for where they are needed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -10,6 +10,8 @@ from threading import Thread
 
 import torch
 from torch import Tensor
+
+from .drafting_side import DraftingSide
 
 
 @dataclass(frozen=True)
@@ -25,16 +27,16 @@ class Pending:
 
 
 class Link(ABC):
-    """Runs work on the drafting side, in the order of submission, while the caller goes on.
+    """Runs a side's work in the order of submission, while the caller goes on.
 
     Arguments may be tensors of the target's device as they stand at submission, results of earlier work (`Pending`), or
     plain values.
     """
 
     @abstractmethod
-    def submit(self, work: Callable, *args, home: bool = False) -> Pending:
-        """Start `work(*args)` and return at once. home: its result travels to the target's device as soon as it is there;
-        without, it stays with the drafting side, for later work."""
+    def submit(self, work: str, *args, home: bool = False) -> Pending:
+        """Start the side's method of that name and return at once. home: its result travels to the target's device as soon as
+        it is there; without, it stays with the side, for later work."""
 
     @abstractmethod
     def wait(self, handle: object):
@@ -45,10 +47,15 @@ class Link(ABC):
 
 
 class Here(Link):
-    """No other side: the work runs at once, in the target's own order."""
+    """A side that sits with the target: the work runs at once, in the target's own order."""
+
+    def __init__(self, side: DraftingSide):
+        self.side = side
 
     def submit(self, work, *args, home=False):
-        return Pending(self, work(*(arg.wait() if isinstance(arg, Pending) else arg for arg in args)))
+        return Pending(
+            self, getattr(self.side, work)(*(arg.wait() if isinstance(arg, Pending) else arg for arg in args))
+        )
 
     def wait(self, handle):
         return handle
@@ -58,15 +65,15 @@ class ThreadLink(Link):
     """The drafting side on its own thread, for CPUs: precompute and verify really overlap. The thread is a daemon, so that a
     stuck drafter does not keep the process alive."""
 
-    def __init__(self, device: torch.device, timeout_s: float):
-        self.device, self.timeout_s = device, timeout_s
+    def __init__(self, side: DraftingSide, home: torch.device, device: torch.device, timeout_s: float):
+        self.side, self.home, self.device, self.timeout_s = side, home, device, timeout_s
         self._work: SimpleQueue = SimpleQueue()
         self._thread = Thread(target=self._serve, name="drafter", daemon=True)
         self._thread.start()
 
     def submit(self, work, *args, home=False):
         future = Future()
-        self._work.put((future, work, args))
+        self._work.put((future, work, args, self.home if home else self.device))
         return Pending(self, future)
 
     def wait(self, handle):
@@ -87,9 +94,10 @@ class ThreadLink(Link):
 
     def _serve(self) -> None:
         while (item := self._work.get()) is not None:
-            future, work, args = item
+            future, work, args, device = item
             try:
-                future.set_result(work(*(arg.handle.result() if isinstance(arg, Pending) else arg for arg in args)))
+                args = [arg.handle.result() if isinstance(arg, Pending) else moved(arg, self.device) for arg in args]
+                future.set_result(moved(getattr(self.side, work)(*args), device))
             except BaseException as error:  # it reaches the caller through `wait`
                 future.set_exception(error)
 
@@ -98,26 +106,29 @@ class StreamLink(Link):
     """The drafting side as a CUDA stream, on another GPU (peer copies) or on the target's own. The host only enqueues: who
     waits for whom is settled on the devices, by events."""
 
-    def __init__(self, home: torch.device, device: torch.device):
-        self.home, self.device, self.shared = home, device, home == device
-        self.stream = torch.cuda.Stream(device) if self.shared else torch.cuda.current_stream(device)
-        self.inbox = torch.cuda.Stream(home)  # results arrive here, so that the target's own stream stays free
+    def __init__(self, side: DraftingSide, home: torch.device, device: torch.device):
+        self.side, self.home, self.device, self.shared = side, home, device, home == device
+        # streams of their own throughout: a peer copy on a device's default stream would wait for all work of both devices
+        self.stream, self.outbox, self.inbox = (torch.cuda.Stream(where) for where in (device, home, home))
+        self.stream.wait_stream(torch.cuda.current_stream(device))
         self.received = torch.cuda.Event()
 
     def submit(self, work, *args, home=False):
-        self.stream.wait_stream(torch.cuda.current_stream(self.home))
-        with torch.cuda.stream(self.stream):
+        self.stream.wait_stream(here := torch.cuda.current_stream(self.home))
+        self.outbox.wait_stream(here)
+        with torch.cuda.stream(self.outbox), torch.cuda.stream(self.stream):
             own = [arg.handle[0] if isinstance(arg, Pending) else carried(arg, self._receive) for arg in args]
-            self.received.record(self.stream)  # from here on the target may overwrite what it sent
+            if not all(isinstance(arg, Pending) for arg in args):
+                self.received.record(self.stream)  # from here on the target may overwrite what it sent
             try:
-                result = work(*own)
+                result = getattr(self.side, work)(*own)
             except Exception as error:
                 raise RuntimeError(f"the drafter on {self.device} failed: {type(error).__name__}: {error}") from error
             if not home:
                 return Pending(self, (result, None))
             self.inbox.wait_stream(self.stream)
             with torch.cuda.stream(self.inbox):
-                result = carried(result, lambda x: x.to(self.home, non_blocking=True))
+                result = moved(result, self.home)
                 return Pending(self, (result, self.inbox.record_event()))
 
     def wait(self, handle):
@@ -130,15 +141,14 @@ class StreamLink(Link):
         return result
 
     def _receive(self, x: Tensor) -> Tensor:
-        if x.device != self.device:
-            return x.to(self.device, non_blocking=True)
-        x.record_stream(self.stream)
-        return x.clone()
+        x.record_stream(self.stream if self.shared else self.outbox)
+        return x.clone() if self.shared else moved(x, self.device)
 
 
-def make_link(home: torch.device, device: torch.device, timeout_s: float) -> Link:
-    """The link between these devices."""
-    return StreamLink(home, device) if device.type == "cuda" else ThreadLink(device, timeout_s)
+def make_link(side: DraftingSide, home: torch.device, device: torch.device, timeout_s: float) -> Link:
+    """The link between the target's device and the side's."""
+    on_gpus = home.type == device.type == "cuda"
+    return StreamLink(side, home, device) if on_gpus else ThreadLink(side, home, device, timeout_s)
 
 
 def carried(value, move: Callable[[Tensor], Tensor]):
@@ -150,3 +160,8 @@ def carried(value, move: Callable[[Tensor], Tensor]):
     if is_dataclass(value):
         return replace(value, **{field.name: carried(getattr(value, field.name), move) for field in fields(value)})
     return value
+
+
+def moved(value, device: torch.device):
+    """`carried` to a device."""
+    return carried(value, lambda x: x.to(device, non_blocking=device.type == "cuda"))

@@ -11,7 +11,7 @@ class Outcome:
     """One round's accepted counts, bonuses and drafts on their way to the host. On a CPU they are there at once."""
 
     def __init__(self, verdict: Verdict):
-        packed = torch.cat([verdict.accepted[:, None], verdict.bonus[:, None], verdict.drafts], dim=1)
+        packed = verdict.outcome
         self.host, self.arrived = packed, None
         if packed.is_cuda:
             self.host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)

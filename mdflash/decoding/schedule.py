@@ -5,8 +5,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from .drafter_runner import DrafterRunner
-from .head_runner import HeadRunner
 from .target_runner import TargetRunner
 from .types import Block, Draft, Verdict
 
@@ -51,13 +49,13 @@ class Noise:
 
 class Schedule(ABC):
     """One way to alternate drafting and verification, over a fixed number of batch rows that requests pass through. `block`
-    is always the block to be verified next; fell_back, whether the last one's draft took a pass after the barrier."""
+    is always the block to be verified next, of n drafts (0: autoregressive); fell_back, whether the last one's draft took a
+    pass after the barrier."""
 
-    uses_drafter = True
     fell_back = False
 
-    def __init__(self, target: TargetRunner, drafter: DrafterRunner | None, head: HeadRunner | None, noise: Noise):
-        self.target, self.drafter, self.head, self.noise = target, drafter, head, noise
+    def __init__(self, target: TargetRunner, n: int, noise: Noise):
+        self.target, self.n, self.noise = target, n, noise
         self.block = self._idle_block()
 
     @property
@@ -71,9 +69,8 @@ class Schedule(ABC):
         self.noise.fill(rows, seeds)
         noise, drafting = ((None if x is None else x[rows]) for x in (self.noise.verify(), self.noise.draft()))
         block, features = self.target.prefill(rows, prompts, noise)
-        if self.uses_drafter:
-            draft = self._aside(self._cold_draft, features, block.first, block.start, block.limit, rows, drafting)
-            block = block.holding(draft)
+        if self.n:
+            block = block.holding(self._cold_draft(block, features, rows, drafting))
         self.block = self.block.put(rows, block)
         return block.first
 
@@ -89,18 +86,15 @@ class Schedule(ABC):
     def close(self) -> None:
         """Release what the schedule holds (threads)."""
 
-    def _cold_draft(self, features: Tensor, first: Tensor, start: Tensor, limit: int, rows: list[int], noise) -> Draft:
-        return self.head.window(self.drafter.cold_start(features, first, start, limit, rows), first, noise)
-
-    def _aside(self, work, *args):
-        """Where the drafting side runs work whose result is wanted at once."""
-        return work(*args)
+    def _cold_draft(self, block: Block, features: Tensor, rows: list[int], noise: Tensor | None) -> Draft:
+        """The serial window behind a prefill; schedules with drafts have one."""
+        raise NotImplementedError
 
     def _idle_block(self) -> Block:
         B, device = self.batch, self.noise.t_B.device
         zero, draft = torch.zeros(B, dtype=torch.long, device=device), None
-        if self.uses_drafter:
-            d, V = self.drafter.d, self.drafter.drafter.config.vocab_size
-            q = None if self.noise.greedy else torch.zeros(B, d, V, device=device)
-            draft = Draft(torch.zeros(B, d, dtype=torch.long, device=device), q)
+        if self.n:
+            V = self.target.target.config.vocab_size
+            q = None if self.noise.greedy else torch.zeros(B, self.n, V, device=device)
+            draft = Draft(torch.zeros(B, self.n, dtype=torch.long, device=device), q)
         return Block(zero, draft, zero, torch.zeros(B, dtype=torch.bool, device=device), 0)

@@ -86,4 +86,4 @@ class TargetRunner:
         mask = self.cache.at(positions_BQ, block.limit)
         out = self.target.forward(ids_BQ, self.taps, positions_BQ, self.cache, mask)
         outcome = decide(self.target.logits(out.hidden), block.draft, noise_Bn, self.sampling)
-        return Verdict(*outcome, ids_BQ[:, 1:], out.features)
+        return Verdict.of(*outcome, ids_BQ[:, 1:], out.features)

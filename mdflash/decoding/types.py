@@ -74,13 +74,31 @@ def replaced(x_B: Tensor, rows: list[int], values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verification's outcome: accepted r [B], bonus b [B], the drafts judged [B, n], features [B, n+1, F] of t_0..t_n (None
+    """A verification's outcome [B, 2+n] (one tensor, because it travels) and the features [B, n+1, F] of t_0..t_n (None
     without taps)."""
 
-    accepted: Tensor
-    bonus: Tensor
-    drafts: Tensor
+    outcome: Tensor
     features: Tensor | None
+
+    @classmethod
+    def of(cls, accepted: Tensor, bonus: Tensor, drafts: Tensor, features: Tensor | None) -> "Verdict":
+        """From its parts."""
+        return cls(torch.cat([accepted[:, None], bonus[:, None], drafts], dim=1), features)
+
+    @property
+    def accepted(self) -> Tensor:
+        """r [B]: drafts accepted."""
+        return self.outcome[:, 0]
+
+    @property
+    def bonus(self) -> Tensor:
+        """b [B]: the token that the target adds."""
+        return self.outcome[:, 1]
+
+    @property
+    def drafts(self) -> Tensor:
+        """The drafts judged [B, n]."""
+        return self.outcome[:, 2:]
 
 
 @dataclass(frozen=True)

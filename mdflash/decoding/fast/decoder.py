@@ -39,6 +39,8 @@ def why_not_fast(target: Target) -> str | None:
         return "its layers are not pre-norm with two norms"
     if not hasattr(target.decoder, "rotary_emb") or getattr(config, "partial_rotary_factor", 1.0) != 1.0:
         return "it does not rotate whole heads"
+    if getattr(target.decoder.rotary_emb, "rope_type", "default") in ("dynamic", "longrope"):
+        return "its RoPE changes with the length of the context"
     width = attention.q_proj.weight.shape[0] // config.num_attention_heads
     if width & (width - 1) or width < 16:
         return f"its head width {width} is no power of two from 16 on"
@@ -111,6 +113,17 @@ class FastLayers:
         )
 
 
+class RotationTable:
+    """cos and sin [.., D] of positions, from a table of the model's own, made once for all slots."""
+
+    def __init__(self, rotary: nn.Module, like: Tensor, slots: int):
+        positions = torch.arange(slots, device=like.device)[None]
+        self.cos, self.sin = (part[0].to(like.dtype).contiguous() for part in rotary(like, positions))
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos[positions], self.sin[positions]
+
+
 class FastDecoder:
     """Runs a target's layers over a slot cache.
 
@@ -142,14 +155,16 @@ class FastDecoder:
         cache: Sequence[tuple[Tensor, Tensor]],
         taps: Sequence[int] = (),
         on_tap: Callable[[int], None] | None = None,
+        rotation: RotationTable | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """One causal pass over ids [B, Q] at positions start..start+Q-1. cache: each layer's keys and values [B, K, S, D],
-        written in place. Returns the final-norm states [B, Q, C] and the features [B, Q, L·C]; on_tap(index of the tap) is
-        called as soon as that tap's part of the features is written."""
+        written in place. rotation: a table for all its slots, else one is made. Returns the final-norm states [B, Q, C] and
+        the features [B, Q, L·C]; on_tap(index of the tap) is called as soon as that tap's part of the features is written."""
         x = self.target.embed_tokens(ids_BQ)
         B, Q, C = x.shape
         positions = start_B[:, None] + torch.arange(Q, device=start_B.device)
-        cos, sin = (part.contiguous() for part in self.target.decoder.rotary_emb(x, positions))
+        rotation = rotation or RotationTable(self.target.decoder.rotary_emb, x, cache[0][0].shape[2])
+        cos, sin = rotation(positions)
         features = x.new_empty(B, Q, len(taps) * C) if taps else None
 
         def keep(layer: int, state: Tensor) -> None:

@@ -11,11 +11,12 @@ WARM_UPS = 2
 class Graphed:
     """Captures `function` once for each set of input shapes and replays it: inputs are copied into fixed buffers, outputs are
     the graph's own and hold until its next replay. The function must read no host value that changes and allocate nothing
-    that outlives it. On a CPU, and with `on` unset, it is simply called.
+    that outlives it. The first `in_place` inputs are another graph's outputs, read where they are. On a CPU, and with `on`
+    unset, it is simply called.
     """
 
-    def __init__(self, function: Callable, on: bool = True):
-        self.function, self.on, self.captured = function, on, {}
+    def __init__(self, function: Callable, on: bool = True, in_place: int = 0):
+        self.function, self.on, self.in_place, self.captured = function, on, in_place, {}
 
     @torch.no_grad()
     def __call__(self, *inputs: Tensor | None):
@@ -23,17 +24,20 @@ class Graphed:
         given = [x for x in inputs if x is not None]
         if not (self.on and given[0].is_cuda):
             return self.function(*inputs)
-        shapes = tuple(x if x is None else (tuple(x.shape), x.dtype) for x in inputs)
-        if shapes not in self.captured:
-            self.captured[shapes] = self._capture(inputs)
-        graph, fixed, outputs = self.captured[shapes]
-        torch._foreach_copy_(fixed, given)
+        there, copied = inputs[: self.in_place], [x for x in inputs[self.in_place :] if x is not None]
+        key = tuple(x if x is None else (tuple(x.shape), x.dtype) for x in inputs)
+        key += tuple(x.data_ptr() for x in there if x is not None)
+        if key not in self.captured:
+            self.captured[key] = self._capture(inputs)
+        graph, fixed, outputs = self.captured[key]
+        torch._foreach_copy_(fixed, copied)
         graph.replay()
         return outputs
 
     def _capture(self, inputs: tuple[Tensor | None, ...]):
-        own, graph = [x if x is None else x.clone() for x in inputs], torch.cuda.CUDAGraph()
-        fixed = [x for x in own if x is not None]
+        there, graph = inputs[: self.in_place], torch.cuda.CUDAGraph()
+        own = [*there, *(x if x is None else x.clone() for x in inputs[self.in_place :])]
+        fixed = [x for x in own[self.in_place :] if x is not None]
         with torch.cuda.device(fixed[0].device):
             current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # its own stream on this very device
             side.wait_stream(current)

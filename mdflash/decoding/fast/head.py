@@ -22,6 +22,7 @@ def greedy_draft(logits_BdV: Tensor, first_B: Tensor, head: VanillaHead) -> Tens
 
     from .head_kernels import pick, score
 
+    logits_BdV, first_B = logits_BdV.contiguous(), first_B.contiguous()
     B, d, V = logits_BdV.shape
     W1, W2 = head.markov_w1.weight, head.markov_w2.weight
     blocks, rank = triton.cdiv(V, BLOCK), W1.shape[1]

@@ -13,7 +13,7 @@ from ..drafter_runner import Branches, DrafterRunner
 from ..head_runner import HeadRunner
 from ..target_runner import TargetRunner
 from ..types import Block, Draft, Verdict
-from .decoder import FastDecoder, FastLayers
+from .decoder import FastDecoder, FastLayers, RotationTable
 from .graphs import Graphed
 from .head import greedy_draft, is_fusible
 
@@ -26,22 +26,25 @@ class FastTargetRunner(TargetRunner):
     def __init__(self, target: Target, *args, graphs: bool = True):
         super().__init__(target, *args)
         self.decoder = FastDecoder.of(target)
+        self.rotation = RotationTable(
+            target.decoder.rotary_emb, target.decoder.norm.weight, self.cache.pairs[0][0].shape[2]
+        )
         self.graph = Graphed(self._verify, graphs)
 
     def verify(self, block: Block, noise_Bn: Tensor | None) -> Verdict:
         if block.draft is not None and block.draft.tokens.shape[1] >= MOST_ROWS:
             return super().verify(block, noise_Bn)
         draft = block.draft or Draft(None)
-        return Verdict(*self.graph(block.first, block.start, draft.tokens, draft.q, noise_Bn))
+        return self.graph(block.first, block.start, draft.tokens, draft.q, noise_Bn)
 
     def _verify(
         self, first_B: Tensor, start_B: Tensor, drafts_Bn: Tensor | None, q: Tensor | None, noise: Tensor | None
     ):
         block = Block(first_B, None if drafts_Bn is None else Draft(drafts_Bn, q), start_B, None, 0)
         ids_BQ = block.tokens
-        hidden, features = self.decoder.forward(ids_BQ, start_B, self.cache.pairs, self.taps)
+        hidden, features = self.decoder.forward(ids_BQ, start_B, self.cache.pairs, self.taps, rotation=self.rotation)
         outcome = decide(self.target.logits(hidden), block.draft, noise, self.sampling)
-        return *outcome, ids_BQ[:, 1:], features
+        return Verdict.of(*outcome, ids_BQ[:, 1:], features)
 
 
 class FastDrafterRunner(DrafterRunner):
@@ -53,6 +56,7 @@ class FastDrafterRunner(DrafterRunner):
         super().__init__(drafter, batch, slots + self.layouts["tree"].rows, all_logits)
         self.stack = FastLayers(drafter.layers, drafter.norm, drafter.config.head_dim**-0.5)
         self.pairs = [(layer.key, layer.value) for layer in self.context]
+        self.rotation = RotationTable(drafter.rotary_emb, drafter.norm.weight, slots + self.layouts["tree"].rows)
         self.among = {name: self._among_rows(layout) for name, layout in self.layouts.items()}
         self.offset = {name: torch.tensor(layout.offset, device=self.device) for name, layout in self.layouts.items()}
         self.graphs = {
@@ -76,7 +80,7 @@ class FastDrafterRunner(DrafterRunner):
         positions_BQ = start_B[:, None] + torch.arange(features_BQF.shape[1], device=self.device)
         x = drafter.fc(features_BQF.to(drafter.dtype))
         x, _ = do.add_norm(x, None, drafter.hidden_norm.weight, drafter.hidden_norm.variance_epsilon)
-        self.stack.store(x, *self._rotation(x, positions_BQ), start_B, self.pairs)
+        self.stack.store(x, *self.rotation(positions_BQ), start_B, self.pairs)
 
     def _serial(self, first_B: Tensor, start_B: Tensor) -> Tensor:
         anchors = first_B.new_empty(len(first_B), 1, 0)
@@ -91,12 +95,9 @@ class FastDrafterRunner(DrafterRunner):
         layout = self.layouts[name]
         ids_BR = layout.token_ids(anchors, self.drafter.config.mask_token_id, first)[:, 0]
         x = F.embedding(ids_BR, self.drafter.embed_tokens.weight).to(self.drafter.dtype)
-        rotation = self._rotation(x, start_B[:, None] + self.offset[name])
+        rotation = self.rotation(start_B[:, None] + self.offset[name])
         hidden_BRC = self.stack.forward(x, *rotation, start_B, self.among[name], self.pairs)
-        return hidden_BRC[:, layout.spine :].unflatten(1, (len(layout.branches), layout.d))
-
-    def _rotation(self, x: Tensor, positions: Tensor) -> list[Tensor]:
-        return [part.contiguous() for part in self.drafter.rotary_emb(x, positions)]
+        return hidden_BRC[:, layout.spine :].contiguous().unflatten(1, (len(layout.branches), layout.d))
 
     def _among_rows(self, layout: Layout) -> Tensor:
         """The visibility rule between a tree's own rows, [R, R] int8."""
@@ -106,21 +107,25 @@ class FastDrafterRunner(DrafterRunner):
 
 
 class FastHeadRunner(HeadRunner):
-    """The heads as one graph; greedy steps of a vanilla head take two kernels each."""
+    """The heads as one graph; greedy steps of a vanilla head take two kernels each. near: the branches lie where the tree's
+    graph leaves them, on the same device."""
 
-    def __init__(self, *args, graphs: bool = True):
+    def __init__(self, *args, graphs: bool = True, near: bool = True):
         super().__init__(*args)
         self.fused = self.sampling.greedy and is_fusible(self.markov_head)
-        self.graphs = {"window": Graphed(super().window, graphs), "branch": Graphed(self._branch, graphs)}
+        self.graphs = {
+            "window": Graphed(super().window, graphs),
+            "branch": Graphed(self._branch, graphs, 2 if near else 0),
+        }
 
     def window(self, hidden_BdC: Tensor, bonus_B: Tensor, noise_Bd: Tensor | None) -> Draft:
         return self.graphs["window"](hidden_BdC, bonus_B, noise_Bd)
 
-    def branch(self, branches: Branches, accepted_B: Tensor, bonus_B: Tensor, noise_Bd: Tensor | None) -> Draft:
-        return self.graphs["branch"](branches.hidden, branches.logits, accepted_B, bonus_B, noise_Bd)
+    def branch(self, branches: Branches, outcome_Bn: Tensor, noise_Bd: Tensor | None) -> Draft:
+        return self.graphs["branch"](branches.hidden, branches.logits, outcome_Bn, noise_Bd)
 
-    def _branch(self, hidden: Tensor, logits: Tensor | None, accepted_B: Tensor, bonus_B: Tensor, noise: Tensor | None):
-        return super().branch(Branches(hidden, logits), accepted_B, bonus_B, noise)
+    def _branch(self, hidden: Tensor, logits: Tensor | None, outcome_Bn: Tensor, noise_Bd: Tensor | None) -> Draft:
+        return super().branch(Branches(hidden, logits), outcome_Bn, noise_Bd)
 
     def _draft(self, logits_BdV: Tensor, hidden_BdC: Tensor, bonus_B: Tensor, noise_Bd: Tensor | None) -> Draft:
         if self.fused:
