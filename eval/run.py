@@ -197,6 +197,9 @@ def measure(
             seed=settings.seed,
             top_k=settings.top_k,
             top_p=settings.top_p,
+            runner=settings.runner,
+            lm_head=settings.lm_head,
+            head_device=settings.head_device,
             on_round=on_round,
         )
 

@@ -1,4 +1,4 @@
-"""The console script `mdflash`: generate, plan, train, export, push, show-sample. Heavy imports wait for the command."""
+"""The console script `mdflash`: generate, serve, plan, train, export, push, show-sample. Heavy imports wait for the command."""
 
 import argparse
 import contextlib
@@ -48,7 +48,7 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" where it cannot show a character
     try:
         return COMMANDS[name](args[1:]) or 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -86,6 +86,9 @@ def generate(args: list[str]) -> None:
     parser.add_argument("--dtype", help="float32, bfloat16 or float16; the default is the recipe's, or the drafter's")
     parser.add_argument("--stop", nargs="+", default=[], metavar="TEXT", help="texts that end the answer")
     parser.add_argument("--thinking", action="store_true", help="turn the chat template's thinking mode on")
+    parser.add_argument(
+        "--drafter_address", help="HOST:PORT of this machine at which `mdflash serve` brings the drafter"
+    )
     own, recipe = parse(parser, args)
     target_source, drafter_revision = fill_in(own, recipe) if recipe else ({}, None)
     if own.target is None:
@@ -123,8 +126,31 @@ def generate(args: list[str]) -> None:
             stop_strings=own.stop,
             thinking=own.thinking,
             on_round=stream.on_round,
+            drafter_address=own.drafter_address,
         )
     print(f"{figures(result)}, finish reason {result.finish_reason}", file=sys.stderr)
+
+
+def serve(args: list[str]) -> None:
+    """Be the drafter process of one target's process, here or on another host."""
+    parser = Parser(prog="mdflash serve", description=serve.__doc__)
+    parser.add_argument("--drafter", required=True, help="folder or hub id of the drafter")
+    parser.add_argument(
+        "--address", required=True, help="HOST:PORT of the target's machine, as in its --drafter_address"
+    )
+    parser.add_argument("--device", help="the drafter's device; the default is the last GPU, or cpu")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16; the default is the drafter's")
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, help="seconds of silence after which to give up (default 120)"
+    )
+    own = parser.parse_args(args)
+
+    from . import load_drafter
+    from .decoding.build import default_devices, usable_device
+    from .decoding.remote import serve as answer
+
+    device = usable_device(own.device or default_devices().split(",")[-1])
+    answer(load_drafter(own.drafter, own.dtype, device), own.address, own.timeout)
 
 
 def fill_in(own: argparse.Namespace, recipe: "Recipe") -> tuple[dict, str | None]:
@@ -377,6 +403,7 @@ def counts(sample: "Sample") -> str:
 
 COMMANDS = {
     "generate": generate,
+    "serve": serve,
     "plan": plan,
     "train": train,
     "export": export,

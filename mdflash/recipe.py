@@ -240,6 +240,9 @@ class EvalSection:
         batch_size: requests decoded at once.
         methods: autoregressive, dspark, dpara-untuned, dpara, dflash.
         devices: target's and drafter's device; null takes cuda:0,cuda:1, or the one GPU twice, or cpu,cpu.
+        runner: eager (the reference), fast (fused weights, kernels, CUDA graphs), or auto: fast on GPUs where it fits.
+        lm_head: DPara's LM head over all branches, the selected one, or auto.
+        head_device: DPara's heads on the drafter's or the target's device.
         dtype: null takes target.dtype.
         seed: seed of sampled answers and of the bootstrap.
         output: results folder; null is results/NAME.
@@ -255,6 +258,9 @@ class EvalSection:
     batch_size: int = 1
     methods: list[str] = field(default_factory=lambda: ["autoregressive", "dspark", "dpara-untuned", "dpara"])
     devices: str | None = None
+    runner: Literal["auto", "eager", "fast"] = "auto"
+    lm_head: Literal["auto", "all", "selected"] = "auto"
+    head_device: Literal["drafter", "target"] = "drafter"
     dtype: str | None = None
     seed: int = 0
     output: str | None = None

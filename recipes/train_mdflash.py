@@ -199,7 +199,7 @@ def held_out_acceptance(recipe: Recipe, target: Target, prompts: list[list[int]]
     budget = min(128, recipe.data.max_new_tokens)
 
     def acceptance(drafter: MDFlashModel) -> dict[str, float]:
-        results = decode(target, drafter, prompts, method, budget, batch_size=len(prompts))
+        results = decode(target, drafter, prompts, method, budget, batch_size=len(prompts), runner="eager")
         rounds = [r for result in results for r in result.rounds]
         return {"tau": sum(r.committed for r in rounds) / max(1, len(rounds))}
 

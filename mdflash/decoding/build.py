@@ -16,9 +16,10 @@ from .autoregressive import Autoregressive
 from .dpara import DPara
 from .drafter_runner import DrafterRunner
 from .drafting_side import DraftingSide
-from .fast import FastDrafterRunner, FastHeadRunner, FastTargetRunner
+from .fast import FastDrafterRunner, FastHeadRunner, FastTargetRunner, why_not_fast, why_not_fast_drafter
 from .head_runner import HeadRunner
 from .link import Here, make_link
+from .remote import connect, remote_side
 from .schedule import Noise, Schedule
 from .serial import Serial
 from .target_runner import TargetRunner
@@ -37,22 +38,25 @@ ALL_LOGITS_ROWS = 448  # tree rows up to which the LM head over all of them hide
 class Deployment:
     """Settings of decoding that change its speed, never its tokens.
 
-    runner: "eager" (the Hugging Face model, the reference) or "fast" (fused weights, kernels, and CUDA graphs unless `graphs`
-    is off). lm_head: DPara's LM head over "all" branches in precompute, over the "selected" one after the verify pass, or
-    "auto" by their number. head_device: the heads work on the "drafter"'s device or the "target"'s. lag: rounds that may be
-    under way before the host looks at an outcome (None: 1 on GPUs, 0 on CPUs). timeout_s: how long a round may take.
+    runner: "eager" (the Hugging Face model, the reference), "fast" (fused weights, kernels, and CUDA graphs unless `graphs`
+    is off), or "auto": fast on GPUs for models that it fits. lm_head: DPara's LM head over "all" branches in precompute,
+    over the "selected" one after the verify pass, or "auto" by their number. head_device: the heads work on the "drafter"'s
+    device or the "target"'s. timeout_s: how long a round may take. lag: rounds that may be under way before the host looks
+    at an outcome (None: 1 on GPUs, 0 on CPUs). drafter_address: HOST:PORT at which a drafter process (`mdflash serve`) meets
+    this one, as DPara's drafting side; None keeps it in this process.
     """
 
-    runner: str = "eager"
+    runner: str = "auto"
     lm_head: str = "auto"
     head_device: str = "drafter"
     timeout_s: float = 120.0
     graphs: bool = True
     lag: int | None = None
+    drafter_address: str | None = None
 
     def __post_init__(self):
         choices = {
-            "runner": tuple(RUNNERS),
+            "runner": ("auto", *RUNNERS),
             "lm_head": ("all", "selected", "auto"),
             "head_device": ("drafter", "target"),
         }
@@ -83,22 +87,54 @@ def build_schedule(
     d, lag = drafter.draft_length if drafter is not None else 0, deployment.rounds_ahead(target.device)
     slots = tokens + (1 + lag) * (d + 1)
     taps = tuple(drafter.config.target_layer_ids) if drafter is not None else ()
-    extra = {} if deployment.runner == "eager" else {"graphs": deployment.graphs}
-    on_target, on_drafter, on_heads = RUNNERS[deployment.runner]
-    target_runner = on_target(target, taps, sampling, batch, slots, **extra)
+    runner = chosen_runner(deployment.runner, target, drafter)
+    extra = {"graphs": deployment.graphs} if runner == "fast" else {}
+    target_runner = RUNNERS[runner][0](target, taps, sampling, batch, slots, **extra)
     noise = Noise(batch, tokens + lag, d, target.device, sampling.greedy)
     if drafter is None:
         return Autoregressive(target_runner, noise)
-    drafter_runner = on_drafter(drafter, batch, slots, deployment.all_logits(batch * (d + 1) * d), **extra)
-    apart = deployment.head_device == "target" and drafter_runner.device != target.device
-    heads = heads_for(target, drafter) if apart else (drafter.lm_head, drafter.head)
-    head_runner = on_heads(*heads, sampling, **extra, **({"near": not apart} if extra else {}))
+    settings = {
+        "runner": runner, "batch": batch, "slots": slots, "all_logits": deployment.all_logits(batch * (d + 1) * d),
+        "graphs": deployment.graphs,
+    }  # fmt: skip
     if method != "dpara":
-        return Serial(target_runner, drafter_runner, head_runner, noise)
+        side = build_side(drafter, sampling, **settings)
+        return Serial(target_runner, side.drafter, side.head, noise)
     beside = deployment.head_device == "target"
-    side = DraftingSide(drafter_runner, None if beside else head_runner)
-    link = make_link(side, target.device, drafter_runner.device, deployment.timeout_s)
-    return DPara(target_runner, d, noise, link, Here(DraftingSide(None, head_runner)) if beside else None)
+    settings["backbone_only"] = beside
+    if deployment.drafter_address:
+        channel = connect(deployment.drafter_address, target.device, deployment.timeout_s)
+        link, there = remote_side(channel, sampling, **settings), None
+    else:
+        side, there = build_side(drafter, sampling, **settings), drafter.norm.weight.device
+        link = make_link(side, target.device, there, deployment.timeout_s)
+    if not beside:
+        return DPara(target_runner, d, noise, link)
+    near = there == target.device
+    heads = (drafter.lm_head, drafter.head) if near else heads_for(target, drafter)
+    head_runner = RUNNERS[runner][2](*heads, sampling, **(extra | {"near": near} if extra else {}))
+    return DPara(target_runner, d, noise, link, Here(DraftingSide(None, head_runner)))
+
+
+def build_side(
+    drafter: MDFlashModel, sampling: Sampling, runner: str, batch: int, slots: int, all_logits: bool, graphs: bool,
+    backbone_only: bool = False,
+) -> DraftingSide:  # fmt: skip
+    """The drafting side on the drafter's device."""
+    extra = {"graphs": graphs} if runner == "fast" else {}
+    _, on_drafter, on_heads = RUNNERS[runner]
+    head = None if backbone_only else on_heads(drafter.lm_head, drafter.head, sampling, **extra)
+    return DraftingSide(on_drafter(drafter, batch, slots, all_logits, **extra), head)
+
+
+def chosen_runner(runner: str, target: Target, drafter: MDFlashModel | None) -> str:
+    """ "auto" resolved; ValueError where "fast" does not fit."""
+    reason = why_not_fast(target) or (drafter is not None and why_not_fast_drafter(drafter)) or None
+    if runner == "fast" and reason:
+        raise ValueError(f"runner='fast' does not fit {type(target.model).__name__}: {reason}; use 'eager' or 'auto'")
+    if runner == "auto":
+        return "fast" if target.device.type == "cuda" and not reason else "eager"
+    return runner
 
 
 def heads_for(target: Target, drafter: MDFlashModel) -> tuple[nn.Linear, nn.Module]:

@@ -41,6 +41,11 @@ class DPara(Schedule):
             (draft, self.fell_back), self.coming = self.coming.wait(), None
             self.block = self.block.holding(draft)
 
+    def warm_up(self) -> None:
+        super().warm_up()
+        self.receive()
+        self.block = self._idle_block()
+
     def fill(self, rows, prompts, seeds) -> Tensor:
         self.receive()
         return super().fill(rows, prompts, seeds)
@@ -51,4 +56,4 @@ class DPara(Schedule):
     def _cold_draft(self, block: Block, features: Tensor, rows: list[int], noise: Tensor | None) -> Draft:
         given = features, block.first, block.start, block.limit, rows
         hidden = self.link.submit("cold_start", *given, home=self.apart)
-        return self.heads.submit("window", hidden, block.first, noise, home=True).wait()
+        return self.heads.submit("cold_window", hidden, block.first, noise, home=True).wait()

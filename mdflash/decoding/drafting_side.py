@@ -21,9 +21,9 @@ class DraftingSide:
         """See DrafterRunner.cold_start."""
         return self.drafter.cold_start(features, first, start, limit, rows)
 
-    def window(self, hidden: Tensor, first: Tensor, noise: Tensor | None) -> Draft:
+    def cold_window(self, hidden: Tensor, first: Tensor, noise: Tensor | None) -> Draft:
         """See HeadRunner.window."""
-        return self.head.window(hidden, first, noise)
+        return self.head.cold_window(hidden, first, noise)
 
     def tree(self, tokens: Tensor, start: Tensor, limit: int) -> Branches:
         """See DrafterRunner.tree."""

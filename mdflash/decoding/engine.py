@@ -36,9 +36,10 @@ def decode(
     thinking: bool = False,
     on_round: OnRound | None = None,
     drafter_timeout_s: float = 120.0,
-    runner: str = "eager",
+    runner: str = "auto",
     lm_head: str = "auto",
     head_device: str = "drafter",
+    drafter_address: str | None = None,
 ) -> list[RequestResult]:
     """Answer every prompt with one schedule; results come in the prompts' order.
 
@@ -48,15 +49,19 @@ def decode(
     models where they are. The drafter is moved; serial methods draft on the target's device.
     seed: request i draws from its own generator keyed by (seed, i): its tokens do not depend on its batch.
     stop_strings: the answer ends with the token that completes one. on_round(request index, request) after the prefill and
-    after every round, for streaming. runner, lm_head, head_device, drafter_timeout_s: see `Deployment`; "fast" is for Qwen3's
-    and Llama's layers.
+    after every round, for streaming. runner, lm_head, head_device, drafter_timeout_s, drafter_address: see `Deployment`; "fast"
+    is for Qwen3's and Llama's layers.
     Raises ValueError for inputs that break a rule, before anything runs.
     """
     check_types(prompts, stop_ids, stop_strings, max_new_tokens=max_new_tokens, batch_size=batch_size, top_k=top_k)
     sampling = Sampling(temperature, top_k, top_p)
     drafter = None if method == "autoregressive" else drafter
     check_method(method, drafter)
-    deployment = Deployment(runner, lm_head, head_device, drafter_timeout_s)
+    deployment = Deployment(runner, lm_head, head_device, drafter_timeout_s, drafter_address=drafter_address)
+    if drafter_address and method != "dpara":
+        raise ValueError(
+            f"drafter_address={drafter_address!r} with method={method!r}: only 'dpara' drafts in another process"
+        )
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name}={value}: use a positive integer")
@@ -76,6 +81,7 @@ def decode(
             tokens = max(len(request.prompt) for request in requests) + max_new_tokens
             schedule = build_schedule(method, target, drafter, sampling, batch, tokens, deployment)
             try:
+                schedule.warm_up()
                 run(
                     schedule,
                     requests,

@@ -19,6 +19,8 @@ class HeadRunner:
         """d steps from y_0 = the bonus."""
         return self._draft(self.lm_head(hidden_BdC), hidden_BdC, bonus_B, noise_Bd)
 
+    cold_window = window  # behind a prefill, whose rows are any number: never worth a graph
+
     @torch.no_grad()
     def branch(self, branches: Branches, outcome_Bn: Tensor, noise_Bd: Tensor | None) -> Draft:
         """The same on the branch that a verdict's outcome picks, whose logits may be there already."""

@@ -74,6 +74,12 @@ class Schedule(ABC):
         self.block = self.block.put(rows, block)
         return block.first
 
+    def warm_up(self) -> None:
+        """A round of empty rows: compiles and captures what the rounds need before any is timed."""
+        self.block = self.block.within(self.n + 1)
+        self.step()
+        self.block = self._idle_block()
+
     def step(self) -> Verdict:
         """One round: advances the noise, then the schedule's own `round`."""
         self.noise.advance()

@@ -25,4 +25,4 @@ class Serial(Schedule):
 
     def _cold_draft(self, block, features, rows, noise):
         hidden = self.drafter.cold_start(features, block.first, block.start, block.limit, rows)
-        return self.head.window(hidden, block.first, noise)
+        return self.head.cold_window(hidden, block.first, noise)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...drafter import MDFlashModel
 from ...target import Target
 from . import ops
 
@@ -41,10 +42,18 @@ def why_not_fast(target: Target) -> str | None:
         return "it does not rotate whole heads"
     if getattr(target.decoder.rotary_emb, "rope_type", "default") in ("dynamic", "longrope"):
         return "its RoPE changes with the length of the context"
-    width = attention.q_proj.weight.shape[0] // config.num_attention_heads
-    if width & (width - 1) or width < 16:
-        return f"its head width {width} is no power of two from 16 on"
-    return None
+    return unfit_width(attention.q_proj.weight.shape[0] // config.num_attention_heads)
+
+
+def why_not_fast_drafter(drafter: MDFlashModel) -> str | None:
+    """The same for a drafter's backbone, whose layers are Qwen3's."""
+    reason = unfit_width(drafter.config.head_dim)
+    return reason and f"of the drafter, {reason}"
+
+
+def unfit_width(width: int) -> str | None:
+    """What is wrong with heads of this width for the kernels."""
+    return None if width >= 16 and not width & (width - 1) else f"its head width {width} is no power of two from 16 on"
 
 
 class FastLayers:
