@@ -7,7 +7,7 @@ BIN := $(abspath $(VENV))/bin
 export PATH := $(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM := false
 .DEFAULT_GOAL := help
-.PHONY: help setup demo pipeline answers bootstrap train eval-acceptance export push bench-training test lint
+.PHONY: help setup demo pipeline answers bootstrap train eval-acceptance export push bench bench-training test lint
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -21,7 +21,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	-test -n "$$(command -v nvidia-smi)" || python -c "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)" > /dev/null 2>&1
 	touch $@
 
-demo: setup  ## the whole pipeline on a tiny model, CPU only, no downloads: 6 to 11 minutes
+demo: setup  ## the whole pipeline on a tiny model, CPU only, no downloads: about 6 minutes
 	python -m data.word_problems --output runs/demo/problems
 	python recipes/train_tiny_target.py --texts runs/demo/problems/texts.jsonl --output runs/demo/target
 	$(MAKE) pipeline CONFIG=recipes/tiny.yaml
@@ -49,6 +49,9 @@ push: setup  ## upload it: make push REPO=owner/name [ARGS=--dry_run]
 
 bench-training: setup  ## time a training step at the shape of CONFIG's target on a GPU (random weights)
 	python -m eval.training_speed --config $(CONFIG) --output results/training_$(basename $(notdir $(CONFIG))).json $(ARGS)
+
+bench: setup  ## time the decoding rounds at the shape of CONFIG's target on one or two GPUs (random weights)
+	python -m eval.decoding_speed --config $(CONFIG) --output results/decoder_$(basename $(notdir $(CONFIG))).json $(ARGS)
 
 test: setup  ## run the tests
 	python -m pytest --numprocesses 2 --dist loadfile

@@ -112,6 +112,9 @@ def notes(summary: dict) -> list[str]:
     if same := summary["lossless"]:
         identical, total = same["greedy_identical"], same["greedy_total"]
         lines.append(f"greedy answers identical to autoregressive: {identical} of {total}")
+        if differing := same["divergences"]:
+            explained = sum(found["explained"] for found in differing)
+            lines.append(f"of the {len(differing)} others rounding explains {explained} (margins in summary.json)")
     return lines
 
 

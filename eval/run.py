@@ -34,6 +34,7 @@ from mdflash.decoding.requests import Request, check_prompts
 from mdflash.recipe import Recipe, Stage, read_recipe, resolved
 
 from .benchmarks import Row, built_in, load, origin
+from .margins import add_margins
 from .report import print_report, write_report
 from .statistics import Record, check_proposed, lossless, summarise, tau_ratio
 
@@ -89,8 +90,18 @@ def main(args: list[str] | None = None) -> dict:
         "prompts": describe_prompts(recipe, chat, prompts),
         **figures(recipe, records),
     }
+    if same := summary["lossless"]:
+        asked = {(name, row.id): ids for name in rows for row, ids in zip(rows[name], prompts[name], strict=True)}
+        answers = {record.key: record.token_ids for record in records["autoregressive"]}
+        add_margins(target, asked, answers, same["divergences"])
     write_results(summary, records, recipe.results_dir)
     print_report(summary)
+    unexplained = [found for found in (same or {"divergences": []})["divergences"] if not found["explained"]]
+    if unexplained:
+        raise RuntimeError(
+            f"{len(unexplained)} greedy answers differ from the autoregressive ones by more than rounding explains, the first "
+            f"{unexplained[0]}: decoding is not lossless here; {recipe.results_dir}/summary.json has them all"
+        )
     return summary
 
 

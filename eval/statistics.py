@@ -206,22 +206,35 @@ def check_proposed(method: str, records: Sequence[Record]) -> None:
         raise RuntimeError(f"{method} proposed no draft in {len(records)} requests: it would measure autoregressive")
 
 
-def lossless(records: Sequence[Record], baseline: Sequence[Record], shown: int = 5) -> dict:
-    """Greedy answers against autoregressive ones, counted over method x request; the first few divergences by position.
+def lossless(records: Sequence[Record], baseline: Sequence[Record]) -> dict:
+    """Greedy answers against autoregressive ones, counted over method x request; each divergence by its first position and
+    the two tokens there (None past an answer's end).
 
     In fp32 every pair must agree. In bf16 a batched verification may round a near-tie the other way.
     """
     answers = {record.key: record.token_ids for record in baseline}
     divergences = [
-        {"method": record.method, "benchmark": record.benchmark, "request": record.id, "position": position}
+        {
+            "method": record.method,
+            "benchmark": record.benchmark,
+            "request": record.id,
+            "position": position,
+            "token": token_at(record.token_ids, position),
+            "autoregressive": token_at(answers[record.key], position),
+        }
         for record in records
         if (position := first_difference(record.token_ids, answers[record.key])) is not None
     ]
     return {
         "greedy_total": len(records),
         "greedy_identical": len(records) - len(divergences),
-        "divergences": divergences[:shown],
+        "divergences": divergences,
     }
+
+
+def token_at(answer: Sequence[int], position: int) -> int | None:
+    """The token at a position, None past the end."""
+    return answer[position] if position < len(answer) else None
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:

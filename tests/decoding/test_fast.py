@@ -121,7 +121,7 @@ def test_graphs_and_lag_change_no_token(graphs, monkeypatch):
     build = Deployment.__init__
     for lag in (0, 1, 3):
         monkeypatch.setattr(
-            Deployment, "__init__", lambda self, *args, lag=lag: build(self, *args, graphs=graphs, lag=lag)
+            Deployment, "__init__", lambda self, *args, lag=lag, **kw: build(self, *args, graphs=graphs, lag=lag, **kw)
         )
         same_everywhere("cuda:0,cuda:0", "dpara", 0.0, runner="fast")
 
