@@ -43,8 +43,8 @@ def plot_anatomy(found: dict, file: Path) -> None:
             axes.plot([0, ms["tree"] + ms["append"]], [row - 0.3] * 2, color="black", lw=2)
     axes.plot([], [], color="black", lw=2, label="beside the verify pass: append, tree")
     axes.set_xlabel(f"ms a round, batch 1, context {found['context']}")
-    axes.set_xlim(right=1.1 * max(left))
-    axes.legend(fontsize=8)
+    axes.set_xlim(right=1.18 * max(left))
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     save(figure, file)
 
 

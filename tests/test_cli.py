@@ -107,13 +107,15 @@ def test_generate_passes_its_options_on(recipe, monkeypatch, capsys):
 
     monkeypatch.setattr("mdflash.decode", decode)
     options = (
-        "--max_new_tokens 9 --temperature 0.5 --top_p 0.9 --top_k 4 --seed 3 --stop END \n\n --thinking --devices cpu"
+        "--max_new_tokens 9 --temperature 0.5 --top_p 0.9 --top_k 4 --seed 3 --stop END \n\n --thinking --devices cpu "
+        "--drafter_address 127.0.0.1:29600"
     )
     assert run("generate", "--config", recipe, "--prompt", "x", *options.split(" ")) == 0
     del seen["on_round"]
     assert seen == {
         "prompts": ["x"], "method": "dpara", "max_new_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": 4,
         "seed": 3, "stop_strings": ["END", "\n\n"], "thinking": True, "devices": "cpu",
+        "drafter_address": "127.0.0.1:29600",
     }  # fmt: skip
     assert "1 tokens, τ -, - tokens/s, finish reason length" in capsys.readouterr().err
 
@@ -130,6 +132,14 @@ def test_generate_passes_its_options_on(recipe, monkeypatch, capsys):
 def test_generate_errors(options, message, capsys):
     assert run("generate", *options) == 2
     assert message in error_of(capsys)
+
+
+def test_serve_errors(models, capsys):
+    drafter = str(models / "drafter")
+    assert run("serve", "--drafter", drafter, "--address", "29600", "--device", "cpu") == 2
+    assert "address='29600': use HOST:PORT" in error_of(capsys)
+    assert run("serve", "--drafter", drafter, "--address", "127.0.0.1:1", "--device", "tpu") == 2
+    assert "device 'tpu'" in error_of(capsys)
 
 
 def test_generate_with_an_unknown_method_or_missing_drafter(recipe, models, capsys):

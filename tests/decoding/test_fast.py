@@ -3,8 +3,9 @@
 import pytest
 import torch
 from conftest import make_drafter, make_target
+from safetensors.torch import load_file
 
-from mdflash import decode
+from mdflash import decode, load_drafter
 from mdflash.decoding.build import Deployment
 from mdflash.decoding.fast import FastDecoder, ops, why_not_fast
 from mdflash.decoding.fast.head import greedy_draft
@@ -183,6 +184,18 @@ def test_fusing_holds_nothing_twice():
     weight = fast.stack.layers[1].qkv[0]
     assert layer.self_attn.q_proj.weight.data_ptr() == weight.data_ptr()
     assert layer.self_attn.v_proj.weight.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+
+
+def test_models_save_as_before_after_a_fast_decoding(tmp_path):
+    target = make()
+    drafter = make_drafter(target)
+    kept = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    decode(target, drafter, PROMPTS, "dpara", 4, stop_ids=[], runner="fast")
+    drafter.save_pretrained(tmp_path / "drafter")
+    target.model.save_pretrained(tmp_path / "target")
+    again = load_drafter(tmp_path / "drafter").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in kept.items())
+    assert torch.equal(load_file(tmp_path / "target/model.safetensors")["lm_head.weight"], target.lm_head.weight)
 
 
 def test_unfit_targets_are_named():
