@@ -100,6 +100,7 @@ class Bench:
             yield f"ar_b{batch}", self.measure("autoregressive", batch, "cuda:0")
         for batch in batches:
             yield f"dspark_b{batch}", self.measure("dspark", batch, "cuda:0")
+        yield f"dspark_tap_events_b{batches[0]}", self.measure("dspark", batches[0], "cuda:0", tap_events=True)
         for batch in (1, batches[-1]):
             yield f"dpara_one_gpu_b{batch}", self.measure("dpara", batch, "cuda:0,cuda:0")
         if two == "cuda:0,cuda:0":
@@ -162,6 +163,7 @@ def headline(found: dict) -> dict:
         "dspark_exposed_ms": at("dspark_b1", "exposed"),
         "dpara_over_dspark": ratio(dpara, dspark),
         "hidden_share": {f"b{b}": at(f"dpara_b{b}", "hidden_share") for b in BATCHES},
+        "tap_events_over_verify": ratio(at("dspark_tap_events_b1", "verify"), at("dspark_b1", "verify")),
         f"b{last}_dpara_over_dspark": ratio(at(f"dpara_b{last}", "step"), at(f"dspark_b{last}", "step")),
     }
 

@@ -43,7 +43,8 @@ class Deployment:
     over the "selected" one after the verify pass, or "auto" by their number. head_device: the heads work on the "drafter"'s
     device or the "target"'s. timeout_s: how long a round may take. lag: rounds that may be under way before the host looks
     at an outcome (None: 1 on GPUs, 0 on CPUs). drafter_address: HOST:PORT at which a drafter process (`mdflash serve`) meets
-    this one, as DPara's drafting side; None keeps it in this process.
+    this one, as DPara's drafting side; None keeps it in this process. tap_events: record an event behind every tapped layer of
+    a fast verify pass (see FastTargetRunner).
     """
 
     runner: str = "auto"
@@ -53,6 +54,7 @@ class Deployment:
     graphs: bool = True
     lag: int | None = None
     drafter_address: str | None = None
+    tap_events: bool = False
 
     def __post_init__(self):
         choices = {
@@ -89,7 +91,8 @@ def build_schedule(
     taps = tuple(drafter.config.target_layer_ids) if drafter is not None else ()
     runner = chosen_runner(deployment.runner, target, drafter)
     extra = {"graphs": deployment.graphs} if runner == "fast" else {}
-    target_runner = RUNNERS[runner][0](target, taps, sampling, batch, slots, **extra)
+    events = {"tap_events": deployment.tap_events} if extra else {}
+    target_runner = RUNNERS[runner][0](target, taps, sampling, batch, slots, **extra, **events)
     noise = Noise(batch, tokens + lag, d, target.device, sampling.greedy)
     if drafter is None:
         return Autoregressive(target_runner, noise)

@@ -7,9 +7,10 @@ from safetensors.torch import load_file
 
 from mdflash import decode, load_drafter
 from mdflash.decoding.build import Deployment
-from mdflash.decoding.fast import FastDecoder, ops, why_not_fast
+from mdflash.decoding.fast import FastDecoder, FastTargetRunner, ops, why_not_fast
 from mdflash.decoding.fast.head import greedy_draft
 from mdflash.decoding.target_runner import SlotCache
+from mdflash.decoding.types import Draft
 from mdflash.drafter.heads import VanillaHead
 from mdflash.drafter.sampling import Sampling
 
@@ -139,6 +140,29 @@ def test_long_contexts(extra):
     expected = [r.token_ids for r in decode(target, drafter, prompts, "autoregressive", **asked)]
     for method in ("autoregressive", "dspark", "dpara"):
         assert [r.token_ids for r in decode(target, drafter, prompts, method, **asked, runner="fast")] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [True, False])
+def test_tap_events_open_features_before_the_pass_ends(graphs):
+    """Another stream that waits for a tap's event reads its finished features, and may be done before the pass is."""
+    target = make(layers=8, max_position_embeddings=8192)
+    target.model.to("cuda")
+    runner = FastTargetRunner(target, (-1, 1, 6), Sampling(), 1, 4000, graphs=graphs, tap_events=True)
+    block, _ = runner.prefill([0], [list(range(90)) * 40], None)
+    block = block.holding(Draft(torch.tensor([[1, 2, 3]], device="cuda")))
+    other, width = torch.cuda.Stream(), target.config.hidden_size
+    for _ in range(3):
+        verdict = runner.verify(block, None)
+        ended = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        with torch.cuda.stream(other):
+            other.wait_event(runner.tapped[1])
+            early = verdict.features[..., : 2 * width].clone()
+            read = other.record_event(torch.cuda.Event(enable_timing=True))
+        torch.cuda.synchronize()
+        assert torch.equal(early, verdict.features[..., : 2 * width])
+        verdict.features.zero_()
+    assert not graphs or read.elapsed_time(ended) > 0
 
 
 @pytest.mark.gpu

@@ -21,10 +21,13 @@ MOST_ROWS = 16
 
 
 class FastTargetRunner(TargetRunner):
-    """Verification, acceptance included, as one graph."""
+    """Verification, acceptance included, as one graph. tap_events: `tapped[i]` is recorded within it as soon as tap i's part of
+    the features is written, so that another device may read it while the later layers run."""
 
-    def __init__(self, target: Target, *args, graphs: bool = True):
+    def __init__(self, target: Target, *args, graphs: bool = True, tap_events: bool = False):
         super().__init__(target, *args)
+        on = tap_events and target.device.type == "cuda"
+        self.tapped = [torch.cuda.Event(external=graphs) for _ in self.taps] if on else []
         self.decoder = FastDecoder.of(target)
         self.rotation = RotationTable(
             target.decoder.rotary_emb, target.decoder.norm.weight, self.cache.pairs[0][0].shape[2]
@@ -42,7 +45,8 @@ class FastTargetRunner(TargetRunner):
     ):
         block = Block(first_B, None if drafts_Bn is None else Draft(drafts_Bn, q), start_B, None, 0)
         ids_BQ = block.tokens
-        hidden, features = self.decoder.forward(ids_BQ, start_B, self.cache.pairs, self.taps, rotation=self.rotation)
+        record = (lambda tap: self.tapped[tap].record()) if self.tapped else None
+        hidden, features = self.decoder.forward(ids_BQ, start_B, self.cache.pairs, self.taps, record, self.rotation)
         outcome = decide(self.target.logits(hidden), block.draft, noise, self.sampling)
         return Verdict.of(*outcome, ids_BQ[:, 1:], features)
 
