@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= recipes/tiny.yaml
 ARGS ?=
+PORT ?= $(shell $(PYTHON) -c "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])")
 BIN := $(abspath $(VENV))/bin
 export PATH := $(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM := false
@@ -32,10 +33,10 @@ answers: setup  ## let the target of CONFIG answer the prompts
 	python -m data.answers --config $(CONFIG) $(ARGS)
 
 bootstrap: setup  ## train a DSpark drafter from scratch (skip it when CONFIG names a published one)
-	deepspeed recipes/train_mdflash.py --config $(CONFIG) --stage dspark $(ARGS)
+	deepspeed --master_port $(PORT) recipes/train_mdflash.py --config $(CONFIG) --stage dspark $(ARGS)
 
 train: setup  ## finetune the backbone into M-DFlash
-	deepspeed recipes/train_mdflash.py --config $(CONFIG) $(ARGS)
+	deepspeed --master_port $(PORT) recipes/train_mdflash.py --config $(CONFIG) $(ARGS)
 
 eval-acceptance: setup  ## decode the benchmarks with every method; writes results/NAME
 	python -m eval.run --config $(CONFIG) $(ARGS)

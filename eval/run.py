@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import mdflash
 from mdflash import MDFlashModel, Target, decode, load_drafter, load_target
 from mdflash.chat import Chat
-from mdflash.decoding.build import check_method, default_devices, share_cores, usable_device
+from mdflash.decoding.build import Deployment, check_method, default_devices, share_cores, usable_device
 from mdflash.decoding.requests import Request, check_prompts
 from mdflash.recipe import Recipe, Stage, read_recipe, resolved
 
@@ -118,6 +118,7 @@ def check_settings(recipe: Recipe) -> None:
     for method in settings.methods:
         if method not in METHODS:
             raise ValueError(f"eval.methods names {method!r}: use {', '.join(METHODS)}")
+    Deployment(settings.runner, settings.lm_head, settings.head_device)
     for name in ("max_new_tokens", "batch_size"):
         if getattr(settings, name) < 1:
             raise ValueError(f"eval.{name}={getattr(settings, name)}: use a positive integer")

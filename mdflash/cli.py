@@ -127,6 +127,7 @@ def generate(args: list[str]) -> None:
             thinking=own.thinking,
             on_round=stream.on_round,
             drafter_address=own.drafter_address,
+            **({name: getattr(recipe.eval, name) for name in ("runner", "lm_head", "head_device")} if recipe else {}),
         )
     print(f"{figures(result)}, finish reason {result.finish_reason}", file=sys.stderr)
 
@@ -150,7 +151,10 @@ def serve(args: list[str]) -> None:
     from .decoding.remote import serve as answer
 
     device = usable_device(own.device or default_devices().split(",")[-1])
-    answer(load_drafter(own.drafter, own.dtype, device), own.address, own.timeout)
+    drafter = load_drafter(own.drafter, own.dtype, device)
+    print(f"{own.drafter} on {device} waits for the target's process at {own.address}", file=sys.stderr)
+    answer(drafter, own.address, own.timeout)
+    print("the target's process said goodbye", file=sys.stderr)
 
 
 def fill_in(own: argparse.Namespace, recipe: "Recipe") -> tuple[dict, str | None]:

@@ -1,5 +1,6 @@
 """From a target, a drafter and settings to a schedule: which device holds what, which runners serve."""
 
+import math
 import os
 from collections.abc import Sequence
 from copy import deepcopy
@@ -19,7 +20,7 @@ from .drafting_side import DraftingSide
 from .fast import FastDrafterRunner, FastHeadRunner, FastTargetRunner, why_not_fast, why_not_fast_drafter
 from .head_runner import HeadRunner
 from .link import Here, make_link
-from .remote import connect, remote_side
+from .remote import connect, parse_address, remote_side
 from .schedule import Noise, Schedule
 from .serial import Serial
 from .target_runner import TargetRunner
@@ -69,6 +70,11 @@ class Deployment:
             raise ValueError("lm_head='all' with head_device='target': only the branch taken has its logits made there; use "
                              "'selected' or 'auto'")  # fmt: skip
 
+        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"drafter_timeout_s={self.timeout_s!r}: use a positive number of seconds")
+        if self.drafter_address is not None:
+            parse_address(self.drafter_address)
+
     def rounds_ahead(self, device: torch.device) -> int:
         """The lag on this device."""
         return int(device.type == "cuda") if self.lag is None else self.lag
@@ -105,9 +111,9 @@ def build_schedule(
         return Serial(target_runner, side.drafter, side.head, noise)
     beside = deployment.head_device == "target"
     settings["backbone_only"] = beside
-    if deployment.drafter_address:
+    if deployment.drafter_address is not None:
         channel = connect(deployment.drafter_address, target.device, deployment.timeout_s)
-        link, there = remote_side(channel, sampling, **settings), None
+        link, there = remote_side(channel, drafter, sampling, **settings), None
     else:
         side, there = build_side(drafter, sampling, **settings), drafter.norm.weight.device
         link = make_link(side, target.device, there, deployment.timeout_s)
@@ -189,7 +195,7 @@ def share_cores(devices: str) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
 
 
-def place(target: Target, drafter: MDFlashModel, method: str, devices: str | Sequence[str] | None) -> None:
+def place(target: Target, drafter: MDFlashModel | None, method: str, devices: str | Sequence[str] | None) -> None:
     """Move target and drafter to `devices` and share embeddings and LM head where they live together."""
     if devices is not None:
         names = devices.split(",") if isinstance(devices, str) else list(devices)
@@ -198,7 +204,10 @@ def place(target: Target, drafter: MDFlashModel, method: str, devices: str | Seq
         first, last = usable_device(names[0]), usable_device(names[-1])
         if target.device != first:
             target.model.to(first)
-        drafter.to(last)
+        if drafter is not None:
+            drafter.to(last)
+    if drafter is None:
+        return
     if method != "dpara":
         drafter.to(target.device)
     share_weights(target, drafter)

@@ -44,7 +44,7 @@ class DPara(Schedule):
     def warm_up(self) -> None:
         super().warm_up()
         self.receive()
-        self.block = self._idle_block()
+        self.block, self.fell_back = self._idle_block(), False
 
     def fill(self, rows, prompts, seeds) -> Tensor:
         self.receive()

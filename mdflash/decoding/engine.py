@@ -11,7 +11,7 @@ from ..drafter.sampling import Sampling
 from ..target import Target, grouped_attention
 from ..target.target import check_pair
 from .build import Deployment, build_schedule, check_method, place
-from .mailbox import Outcome
+from .mailbox import Arrival, Outcome
 from .requests import Prompt, Request, Stopping, check_prompts, check_types, prompt_ids
 from .schedule import Schedule
 from .types import RequestResult, Round
@@ -58,7 +58,7 @@ def decode(
     drafter = None if method == "autoregressive" else drafter
     check_method(method, drafter)
     deployment = Deployment(runner, lm_head, head_device, drafter_timeout_s, drafter_address=drafter_address)
-    if drafter_address and method != "dpara":
+    if drafter_address is not None and method != "dpara":
         raise ValueError(
             f"drafter_address={drafter_address!r} with method={method!r}: only 'dpara' drafts in another process"
         )
@@ -69,7 +69,7 @@ def decode(
         raise ValueError(f"stop_strings={list(stop_strings)} need a tokenizer: load the target with load_target")
     if drafter is not None:
         check_pair(target, drafter)
-        place(target, drafter, method, devices)
+    place(target, drafter, method, devices)
     stopping = Stopping(
         max_new_tokens, target.stop_ids if stop_ids is None else tuple(stop_ids), tuple(stop_strings), target.tokenizer
     )
@@ -105,13 +105,13 @@ def run(
     lag: rounds that may be under way before the host looks at an outcome. A finished request's row runs on for so many
     rounds, which are dropped and not counted.
     """
-    rows = Rows(schedule, requests, stopping, seed, lag, on_round or (lambda index, request: None))
+    rows = Rows(schedule, requests, stopping, seed, lag, timeout_s, on_round or (lambda index, request: None))
     flying: deque[Flight] = deque()
     while rows.fill() or flying:
         if any(rows.held):
             flying.append(rows.step())
         if len(flying) > lag or not any(rows.held):
-            rows.commit(flying.popleft(), timeout_s)
+            rows.commit(flying.popleft())
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,11 @@ class Rows:
     """Which request sits in which batch row."""
 
     def __init__(
-        self, schedule: Schedule, requests: list[Request], stopping: Stopping, seed: int, lag: int, on_round: OnRound
-    ):
-        self.schedule, self.stopping, self.seed, self.lag, self.on_round = schedule, stopping, seed, lag, on_round
+        self, schedule: Schedule, requests: list[Request], stopping: Stopping, seed: int, lag: int, timeout_s: float,
+        on_round: OnRound,
+    ):  # fmt: skip
+        self.schedule, self.stopping, self.on_round = schedule, stopping, on_round
+        self.seed, self.lag, self.timeout_s = seed, lag, timeout_s
         self.waiting: deque[Request] = deque(requests)
         self.held: list[Request | None] = [None] * schedule.batch
 
@@ -140,7 +142,7 @@ class Rows:
             new = [self.waiting.popleft() for _ in free]
             began = time.perf_counter()
             seeds = [request_seed(self.seed, request.index) for request in new]
-            first = self.schedule.fill(free, [request.prompt for request in new], seeds).tolist()
+            first = Arrival(self.schedule.fill(free, [request.prompt for request in new], seeds)).read(self.timeout_s)
             now = time.perf_counter()
             for row, request, token in zip(free, new, first, strict=True):
                 request.prefill_s, request.began = now - began, now
@@ -158,9 +160,9 @@ class Rows:
         outcome = Outcome(schedule.step())
         return Flight(tuple(self.held), outcome, schedule.fell_back)
 
-    def commit(self, flight: Flight, timeout_s: float) -> None:
+    def commit(self, flight: Flight) -> None:
         """Give every request its tokens; a finished one leaves its row, and what it still had under way is dropped."""
-        accepted, bonus, drafts = flight.outcome.read(timeout_s)
+        accepted, bonus, drafts = flight.outcome.read(self.timeout_s)
         now = time.perf_counter()
         for row, request in enumerate(flight.held):
             if request is None or request.finish_reason:

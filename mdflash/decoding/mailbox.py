@@ -3,15 +3,15 @@
 import time
 
 import torch
+from torch import Tensor
 
 from .types import Verdict
 
 
-class Outcome:
-    """One round's accepted counts, bonuses and drafts on their way to the host. On a CPU they are there at once."""
+class Arrival:
+    """A small tensor on its way to the host. On a CPU it is there at once."""
 
-    def __init__(self, verdict: Verdict):
-        packed = verdict.outcome
+    def __init__(self, packed: Tensor):
         self.host, self.arrived = packed, None
         if packed.is_cuda:
             self.host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
@@ -19,8 +19,8 @@ class Outcome:
             self.arrived = torch.cuda.Event()
             self.arrived.record(torch.cuda.current_stream(packed.device))
 
-    def read(self, timeout_s: float) -> tuple[list[int], list[int], list[list[int]]]:
-        """(accepted [B], bonus [B], drafts [B][n]). RuntimeError when the devices do not get there within timeout_s."""
+    def read(self, timeout_s: float) -> list:
+        """Its values. RuntimeError when the devices do not get there within timeout_s."""
         began = time.perf_counter()
         while self.arrived is not None and not self.arrived.query():
             if time.perf_counter() - began > timeout_s:
@@ -28,5 +28,16 @@ class Outcome:
                     f"a round was not over within {timeout_s:g} s: a device is stuck or the limit is too low; raise "
                     "drafter_timeout_s or check the devices"
                 )
-        rows = self.host.tolist()
+        return self.host.tolist()
+
+
+class Outcome(Arrival):
+    """One round's accepted counts, bonuses and drafts."""
+
+    def __init__(self, verdict: Verdict):
+        super().__init__(verdict.outcome)
+
+    def read(self, timeout_s: float) -> tuple[list[int], list[int], list[list[int]]]:
+        """(accepted [B], bonus [B], drafts [B][n])."""
+        rows = super().read(timeout_s)
         return [row[0] for row in rows], [row[1] for row in rows], [row[2:] for row in rows]

@@ -4,10 +4,11 @@ import pytest
 import torch
 from conftest import make_drafter, make_target
 from safetensors.torch import load_file
+from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-from mdflash import decode, load_drafter
+from mdflash import Target, decode, load_drafter
 from mdflash.decoding.build import Deployment
-from mdflash.decoding.fast import FastDecoder, FastTargetRunner, ops, why_not_fast
+from mdflash.decoding.fast import FastDecoder, FastTargetRunner, ops, why_not_fast, why_not_fast_drafter
 from mdflash.decoding.fast.head import greedy_draft
 from mdflash.decoding.target_runner import SlotCache
 from mdflash.decoding.types import Draft
@@ -208,6 +209,41 @@ def test_fusing_holds_nothing_twice():
     weight = fast.stack.layers[1].qkv[0]
     assert layer.self_attn.q_proj.weight.data_ptr() == weight.data_ptr()
     assert layer.self_attn.v_proj.weight.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+
+
+def test_only_known_unaltered_layers_are_fast():
+    """Other architectures, adapters and hooks compute something else: the eager path serves them."""
+    config = SmolLM3Config(
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+    assert "SmolLM3DecoderLayer" in why_not_fast(Target(SmolLM3ForCausalLM(config)))
+    target, drafter = make(), make_drafter(make())
+
+    class Scaled(torch.nn.Linear):
+        pass
+
+    target.decoder.layers[2].mlp.up_proj.__class__ = Scaled
+    drafter.layers[1].self_attn.v_proj.__class__ = Scaled
+    assert "its up_proj is a Scaled" in why_not_fast(target)
+    assert "of the drafter, its v_proj is a Scaled" in why_not_fast_drafter(drafter)
+    with pytest.raises(ValueError, match="use 'eager' or 'auto'"):
+        decode(target, None, PROMPTS, "autoregressive", 4, runner="fast")
+    hooked = make()
+    hooked.decoder.layers[3].register_forward_hook(lambda *_: None)
+    assert why_not_fast(hooked) == "its layers have forward hooks"
+
+
+def test_replaced_weights_are_seen_by_the_next_fast_decoding():
+    target = make()
+    decode(target, None, PROMPTS, "autoregressive", 4, runner="fast")
+    for part in (target.decoder.layers[2].mlp.up_proj, target.decoder.norm):
+        part.weight = torch.nn.Parameter(3 * torch.rand_like(part.weight), requires_grad=False)
+        runs = [decode(target, None, PROMPTS, "autoregressive", 12, runner=runner) for runner in ("eager", "fast")]
+        assert [r.token_ids for r in runs[0]] == [r.token_ids for r in runs[1]]
+    before = target.decoder.layers[0].self_attn.q_proj.weight.data_ptr()
+    FastDecoder(target)  # already side by side: nothing moves
+    assert target.decoder.layers[0].self_attn.q_proj.weight.data_ptr() == before
 
 
 def test_models_save_as_before_after_a_fast_decoding(tmp_path):

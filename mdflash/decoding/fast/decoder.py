@@ -5,10 +5,15 @@ Shape legend: ops.py; L taps.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ...drafter import MDFlashModel
 from ...target import Target
@@ -28,27 +33,38 @@ class FusedLayer:
     head_norms: tuple[Tensor, Tensor] | None
 
 
+LAYERS = (Qwen3DecoderLayer, LlamaDecoderLayer, Qwen2DecoderLayer, MistralDecoderLayer)
+
+
 def why_not_fast(target: Target) -> str | None:
-    """What keeps a target from the fast path (then the eager one serves it), or None: Qwen3's and Llama's layers fit."""
-    config, layer = target.config, target.decoder.layers[0]
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    if not all(hasattr(attention, f"{name}_proj") for name in "qkvo"):
-        return "its attention has no q, k, v and o projections"
-    if not all(hasattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")) or config.hidden_act != "silu":
+    """What keeps a target from the fast path (then the eager one serves it), or None. What its modules compute is known for
+    these classes of layers alone, their products plain and unhooked."""
+    config, layers = target.config, target.decoder.layers
+    if any(type(layer) not in LAYERS for layer in layers):
+        return f"its layers are {type(layers[0]).__name__}, not those of Qwen3, Llama, Qwen2 or Mistral"
+    if config.hidden_act != "silu":
         return "its MLP is not a SiLU-gated one"
-    if not hasattr(layer, "post_attention_layernorm") or hasattr(layer, "pre_feedforward_layernorm"):
-        return "its layers are not pre-norm with two norms"
-    if not hasattr(target.decoder, "rotary_emb") or getattr(config, "partial_rotary_factor", 1.0) != 1.0:
-        return "it does not rotate whole heads"
     if getattr(target.decoder.rotary_emb, "rope_type", "default") in ("dynamic", "longrope"):
         return "its RoPE changes with the length of the context"
-    return unfit_width(attention.q_proj.weight.shape[0] // config.num_attention_heads)
+    return altered(layers) or unfit_width(layers[0].self_attn.q_proj.weight.shape[0] // config.num_attention_heads)
 
 
 def why_not_fast_drafter(drafter: MDFlashModel) -> str | None:
     """The same for a drafter's backbone, whose layers are Qwen3's."""
-    reason = unfit_width(drafter.config.head_dim)
+    reason = altered(drafter.layers) or unfit_width(drafter.config.head_dim)
     return reason and f"of the drafter, {reason}"
+
+
+def altered(layers: Sequence[nn.Module]) -> str | None:
+    """What in these layers is not as its class makes it: replaced products (adapters, quantised weights) or hooks."""
+    for layer in layers:
+        for module in (layer.self_attn, layer.mlp):
+            for name, part in module.named_children():
+                if name.endswith("_proj") and (type(part) is not nn.Linear or not part.weight.is_floating_point()):
+                    return f"its {name} is a {type(part).__name__} of {part.weight.dtype}, not a plain product"
+        if any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()):
+            return "its layers have forward hooks"
+    return None
 
 
 def unfit_width(width: int) -> str | None:
@@ -148,14 +164,6 @@ class FastDecoder:
         self.stack = FastLayers(decoder.layers, decoder.norm, decoder.layers[0].self_attn.scaling)
         self.masks: dict[int, Tensor] = {}
 
-    @classmethod
-    def of(cls, target: Target) -> "FastDecoder":
-        """The target's fast decoder, made at the first call and again after its weights have moved."""
-        held, projection = getattr(target, "fast_decoder", None), target.decoder.layers[0].self_attn.q_proj.weight
-        if held is None or held.stack.layers[0].qkv[0].data_ptr() != projection.data_ptr():
-            target.fast_decoder = held = cls(target)
-        return held
-
     @torch.no_grad()
     def forward(
         self,
@@ -190,15 +198,31 @@ class FastDecoder:
 
 
 def fuse(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """One weight (and bias) for products that read the same input; the modules' parameters become views of it."""
+    """One weight (and bias) for products that read the same input; the modules' parameters become views of it. Where they
+    already lie side by side, they are taken as they are."""
     parts = []
     for name in ("weight", "bias"):
         tensors = [getattr(linear, name) for linear in linears]
         if tensors[0] is None:
             parts.append(None)
             continue
+        sizes = [len(tensor) for tensor in tensors]
+        if side_by_side(tensors):
+            parts.append(tensors[0].detach().as_strided((sum(sizes), *tensors[0].shape[1:]), tensors[0].stride()))
+            continue
         whole = torch.cat([tensor.detach() for tensor in tensors])
-        for linear, view in zip(linears, whole.split([len(tensor) for tensor in tensors]), strict=True):
+        for linear, view in zip(linears, whole.split(sizes), strict=True):
             getattr(linear, name).data = view
         parts.append(whole)
     return tuple(parts)
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> bool:
+    """Whether they follow one another in one storage, without gaps."""
+    return all(
+        a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.data_ptr() + a.nbytes == b.data_ptr()
+        and a.is_contiguous()
+        and b.is_contiguous()
+        for a, b in pairwise(tensors)
+    )

@@ -17,7 +17,7 @@ from .decoder import FastDecoder, FastLayers, RotationTable
 from .graphs import Graphed
 from .head import greedy_draft, is_fusible
 
-MOST_ROWS = 16
+MOST_ROWS, MOST_REQUESTS = 16, 64  # of a verify pass; of the fused greedy head
 
 
 class FastTargetRunner(TargetRunner):
@@ -28,7 +28,7 @@ class FastTargetRunner(TargetRunner):
         super().__init__(target, *args)
         on = tap_events and target.device.type == "cuda"
         self.tapped = [torch.cuda.Event(external=graphs) for _ in self.taps] if on else []
-        self.decoder = FastDecoder.of(target)
+        self.decoder = FastDecoder(target)
         self.rotation = RotationTable(
             target.decoder.rotary_emb, target.decoder.norm.weight, self.cache.pairs[0][0].shape[2]
         )
@@ -132,6 +132,6 @@ class FastHeadRunner(HeadRunner):
         return super().branch(Branches(hidden, logits), outcome_Bn, noise_Bd)
 
     def _draft(self, logits_BdV: Tensor, hidden_BdC: Tensor, bonus_B: Tensor, noise_Bd: Tensor | None) -> Draft:
-        if self.fused:
+        if self.fused and len(bonus_B) <= MOST_REQUESTS:
             return Draft(greedy_draft(logits_BdV, bonus_B, self.markov_head))
         return super()._draft(logits_BdV, hidden_BdC, bonus_B, noise_Bd)
