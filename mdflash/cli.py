@@ -148,8 +148,10 @@ def serve(args: list[str]) -> None:
 
     from . import load_drafter
     from .decoding.build import default_devices, usable_device
+    from .decoding.remote import parse_address
     from .decoding.remote import serve as answer
 
+    parse_address(own.address)
     device = usable_device(own.device or default_devices().split(",")[-1])
     drafter = load_drafter(own.drafter, own.dtype, device)
     print(f"{own.drafter} on {device} waits for the target's process at {own.address}", file=sys.stderr)
