@@ -4,52 +4,42 @@ import pytest
 import torch
 from conftest import make_drafter, make_target
 
-from mdflash.decoding.drafter_runner import DrafterRunner
-from mdflash.decoding.target_runner import TargetRunner
+from mdflash.decoding.build import RUNNERS
 from mdflash.decoding.types import Block, Draft
 from mdflash.drafter import Layout
 from mdflash.drafter.sampling import Sampling
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("lengths", [[1, 2], [5, 60, 17], [200]])
 @torch.no_grad()
-def test_training_window_equals_decoder_branch(family, lengths):
-    target = make_target(family)
+def test_training_window_equals_decoder_branch(family, lengths, runner):
+    target = make_target(family, hidden=64, head_dim=16)
     drafter = make_drafter(target)
     drafter.embed_tokens.weight.data = target.embed_tokens.weight.clone()
     drafter.lm_head.weight.data = target.lm_head.weight.clone()
-    d, vocab = drafter.draft_length, 97
+    d, B = drafter.draft_length, len(lengths)
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(0, 90, (n + 3 * d,), generator=generator) for n in lengths]
 
     # the decoder: ragged prefill of texts[:n], then the tree on the block texts[n : n+d+1]; and the serial window
     slots = max(lengths) + 4 * d
-    runner = TargetRunner(target, tuple(drafter.config.target_layer_ids), Sampling(), len(texts), slots)
-    backbone = DrafterRunner(drafter, Sampling(), len(texts), slots)
-    block, features = runner.prefill(
-        list(range(len(texts))),
-        [text[:n].tolist() for text, n in zip(texts, lengths, strict=True)],
-        torch.zeros(len(texts)),
-    )
-    backbone.append(features, torch.arange(features.shape[1]).expand(len(texts), -1))
+    on_target, on_drafter, _ = RUNNERS[runner]
+    verifier = on_target(target, tuple(drafter.config.target_layer_ids), Sampling(), B, slots)
+    backbone = on_drafter(drafter, B, slots, all_logits=False)
+    prompts = [text[:n].tolist() for text, n in zip(texts, lengths, strict=True)]
+    prefilled, features = verifier.prefill(list(range(B)), prompts, None)
     tokens = torch.stack([text[n : n + d + 1] for text, n in zip(texts, lengths, strict=True)])
-    draft = Draft(tokens[:, 1:], torch.zeros(len(texts), d, vocab))
-    live = block.live
-    block = Block(tokens[:, 0], draft, block.start, live, block.limit + d)
-    branches, serial = backbone.tree(block), backbone.serial(block)
+    start, limit = prefilled.start, prefilled.limit + d
+    serial = backbone.cold_start(features, tokens[:, 0], start, limit, list(range(B)))
+    branches = backbone.tree(tokens, start, limit).hidden.clone()
     # one round later: features of the block's tokens come from the verify pass through the cache
-    verdict = runner.verify(block, torch.zeros(len(texts), d + 1))
-    backbone.append(verdict.features, block.positions)
-    later = Block(
-        torch.stack([t[n + 2] for t, n in zip(texts, lengths, strict=True)]),
-        None,
-        block.start + 2,
-        live,
-        block.limit + 2,
-    )
-    later_serial = backbone.serial(later)
+    verdict = verifier.verify(Block(tokens[:, 0], Draft(tokens[:, 1:]), start, prefilled.live, limit), None)
+    backbone.append(verdict.features, start)
+    later = torch.stack([text[n + 2] for text, n in zip(texts, lengths, strict=True)])
+    later_serial = backbone.serial(later, start + 2, limit + 2)
 
     for row, (text, n) in enumerate(zip(texts, lengths, strict=True)):
         tree = hidden_in_training(drafter, target, Layout.tree(d), text, n)
