@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from mdflash.decoding.build import Deployment, build_schedule, default_devices, place
+from mdflash.decoding.build import build_schedule
+from mdflash.decoding.deployment import Deployment, default_devices, place
 from mdflash.decoding.engine import run
 from mdflash.decoding.requests import Request, Stopping
 from mdflash.drafter.sampling import Sampling

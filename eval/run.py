@@ -29,7 +29,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import mdflash
 from mdflash import MDFlashModel, Target, decode, load_drafter, load_target
 from mdflash.chat import Chat
-from mdflash.decoding.build import Deployment, check_method, default_devices, share_cores, usable_device
+from mdflash.decoding.build import check_method
+from mdflash.decoding.deployment import Deployment, default_devices, share_cores, usable_device
 from mdflash.decoding.requests import Request, check_prompts
 from mdflash.recipe import Recipe, Stage, read_recipe, resolved
 

@@ -100,7 +100,8 @@ def generate(args: list[str]) -> None:
         raise ValueError("the prompt is empty: give --prompt TEXT, or text on stdin")
 
     from . import decode, load_drafter, load_target
-    from .decoding.build import check_method, default_devices, share_cores, usable_device
+    from .decoding.build import check_method
+    from .decoding.deployment import default_devices, share_cores, usable_device
 
     devices, drafter = own.devices or default_devices(), None
     for device in devices.split(","):
@@ -147,7 +148,7 @@ def serve(args: list[str]) -> None:
     own = parser.parse_args(args)
 
     from . import load_drafter
-    from .decoding.build import default_devices, usable_device
+    from .decoding.deployment import default_devices, usable_device
     from .decoding.remote import parse_address
     from .decoding.remote import serve as answer
 

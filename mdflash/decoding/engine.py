@@ -10,7 +10,8 @@ from ..drafter import MDFlashModel
 from ..drafter.sampling import Sampling
 from ..target import Target, grouped_attention
 from ..target.target import check_pair
-from .build import Deployment, build_schedule, check_method, place
+from .build import build_schedule, check_method
+from .deployment import Deployment, place
 from .mailbox import Arrival, Outcome
 from .requests import Prompt, Request, Stopping, check_prompts, check_types, prompt_ids
 from .schedule import Schedule

@@ -7,7 +7,7 @@ import torch
 from conftest import counting_target, make_drafter, make_target, make_tokenizer
 
 from mdflash import Target, decode
-from mdflash.decoding.build import Deployment
+from mdflash.decoding.deployment import Deployment
 from mdflash.decoding.dpara import DPara
 from mdflash.decoding.drafter_runner import DrafterRunner
 from mdflash.decoding.head_runner import HeadRunner

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 from mdflash import Target, decode, load_drafter
-from mdflash.decoding.build import Deployment
+from mdflash.decoding.deployment import Deployment
 from mdflash.decoding.fast import FastDecoder, FastTargetRunner, ops, why_not_fast, why_not_fast_drafter
 from mdflash.decoding.fast.head import greedy_draft
 from mdflash.decoding.target_runner import SlotCache
