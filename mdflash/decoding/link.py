@@ -140,6 +140,12 @@ class StreamLink(Link):
         carried(result, lambda x: x.record_stream(here) or x)
         return result
 
+    def close(self):
+        """Whatever is still under way (a round that nobody waits for) ends before either device frees or changes what it uses."""
+        for device in (self.home, self.device):
+            for stream in (self.stream, self.outbox, self.inbox):
+                torch.cuda.current_stream(device).wait_stream(stream)
+
     def _receive(self, x: Tensor) -> Tensor:
         x.record_stream(self.stream if self.shared else self.outbox)
         return x.clone() if self.shared else moved(x, self.device)
