@@ -141,7 +141,7 @@ class StreamLink(Link):
         return result
 
     def close(self):
-        """Whatever is still under way (a round that nobody waits for) ends before either device frees or changes what it uses."""
+        """Let whatever is under way (a round that nobody waits for) end before either device frees or changes what it uses."""
         for device in (self.home, self.device):
             for stream in (self.stream, self.outbox, self.inbox):
                 torch.cuda.current_stream(device).wait_stream(stream)
