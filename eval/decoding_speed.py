@@ -156,6 +156,8 @@ def headline(found: dict) -> dict:
 
     ar, dspark, dpara = at("ar_b1", "step"), at("dspark_b1", "step"), at("dpara_b1", "step")
     last = BATCHES[-1]
+    shares = {f"b{b}": at(f"dpara_b{b}", "hidden_share") for b in BATCHES}
+    hidden = {batch: share for batch, share in shares.items() if share is not None}
     return {
         "ar_over_limit": ratio(ar, found["weight_read_limit_ms"]),
         "verify_over_ar": ratio(at("dpara_b1", "verify"), ar),
@@ -163,7 +165,8 @@ def headline(found: dict) -> dict:
         "dpara_over_ar": ratio(dpara, ar),
         "dspark_exposed_ms": at("dspark_b1", "exposed"),
         "dpara_over_dspark": ratio(dpara, dspark),
-        "hidden_share": {f"b{b}": at(f"dpara_b{b}", "hidden_share") for b in BATCHES},
+        "hidden_share": min((share for batch, share in hidden.items() if batch != f"b{last}"), default=None),
+        "hidden_share_by_batch": hidden,
         "tap_events_over_verify": ratio(at("dspark_tap_events_b1", "verify"), at("dspark_b1", "verify")),
         f"b{last}_dpara_over_dspark": ratio(at(f"dpara_b{last}", "step"), at(f"dspark_b{last}", "step")),
     }

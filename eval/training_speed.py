@@ -5,7 +5,7 @@
 
 The first writes the step's figures: share of the measured bf16 matmul rate (FLOPs as docs/training.md counts them), peak
 memory, time by part, the loss against a plain reference, recompiles. The second runs the trainer itself under DeepSpeed and
-adds samples/s for its number of GPUs and its ZeRO stage; `scaling_2gpu` follows once one and two GPUs have run.
+adds samples/s for its number of GPUs and its ZeRO stage; `scaling_2gpu` (of the ZeRO stage that scales least) follows once one and two GPUs have run.
 """
 
 import json
@@ -79,7 +79,8 @@ def merge(output: Path, found: dict, made_by: dict, engine: bool) -> None:
     scaling = {
         two: round(runs[two]["samples_per_s"] / runs[one]["samples_per_s"], 3) for two, one in pairs if one in runs
     }
-    held |= {"engine": runs, "scaling_2gpu": scaling} if runs else {}
+    held |= {"engine": runs} if runs else {}
+    held |= {"scaling_2gpu": min(scaling.values()), "scaling_2gpu_by_stage": scaling} if scaling else {}
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(held, indent=1) + "\n")
     print(f"{time.process_time():.0f} s of work:", json.dumps(found), flush=True)

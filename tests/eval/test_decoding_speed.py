@@ -22,7 +22,7 @@ def test_headline(found):
     figures = headline(found)
     assert figures == {
         "ar_over_limit": 1.25, "verify_over_ar": 1.25, "exposed_ms": 1.0, "dpara_over_ar": 1.5, "dspark_exposed_ms": 3.0,
-        "dpara_over_dspark": 0.75, "hidden_share": {"b1": 1.0, "b4": None, "b8": None, "b16": 0.5},
+        "dpara_over_dspark": 0.75, "hidden_share": 1.0, "hidden_share_by_batch": {"b1": 1.0, "b16": 0.5},
         "tap_events_over_verify": None, "b16_dpara_over_dspark": 0.875,
     }  # fmt: skip
     assert headline({"weight_read_limit_ms": 3.2, "ms": {}})["dpara_over_ar"] is None  # nothing has run yet

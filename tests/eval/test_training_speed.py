@@ -42,7 +42,8 @@ def test_scaling_compares_the_same_zero_stage(tmp_path):
     for name, rate in (("zero1_1gpu", 2.0), ("zero2_1gpu", 1.0), ("zero1_2gpu", 3.8), ("zero2_2gpu", 1.9)):
         merge(file, {name: {"samples_per_s": rate}}, made_by, engine=True)
     held = json.loads(file.read_text())
-    assert held["scaling_2gpu"] == {"zero1_2gpu": 1.9, "zero2_2gpu": 1.9}
+    assert held["scaling_2gpu_by_stage"] == {"zero1_2gpu": 1.9, "zero2_2gpu": 1.9}
+    assert held["scaling_2gpu"] == 1.9
     assert held["peak_gb"] == 4.0
     assert held["ms"] == {"a": 1, "b": 2}
     assert held["engine"]["zero1_2gpu"]["revision"] == "r"
