@@ -5,7 +5,8 @@
 
 The first writes the step's figures: share of the measured bf16 matmul rate (FLOPs as docs/training.md counts them), peak
 memory, time by part, the loss against a plain reference, recompiles. The second runs the trainer itself under DeepSpeed and
-adds samples/s for its number of GPUs and its ZeRO stage; `scaling_2gpu` (of the ZeRO stage that scales least) follows once one and two GPUs have run.
+adds samples/s for its number of GPUs and its ZeRO stage; `scaling_2gpu` (of the ZeRO stage that scales least) follows once one
+and two GPUs have run.
 """
 
 import json
