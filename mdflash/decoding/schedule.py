@@ -69,8 +69,7 @@ class Schedule(ABC):
         self.noise.fill(rows, seeds)
         noise, drafting = ((None if x is None else x[rows]) for x in (self.noise.verify(), self.noise.draft()))
         block, features = self.target.prefill(rows, prompts, noise)
-        if self.n:
-            block = block.holding(self._cold_draft(block, features, rows, drafting))
+        block = block.holding(self._cold_draft(block, features, rows, drafting))
         self.block = self.block.put(rows, block)
         return block.first
 
@@ -92,9 +91,9 @@ class Schedule(ABC):
     def close(self) -> None:
         """Release what the schedule holds (threads)."""
 
-    def _cold_draft(self, block: Block, features: Tensor, rows: list[int], noise: Tensor | None) -> Draft:
-        """The serial window behind a prefill; schedules with drafts have one."""
-        raise NotImplementedError
+    def _cold_draft(self, block: Block, features: Tensor | None, rows: list[int], noise: Tensor | None) -> Draft | None:
+        """The serial window behind a prefill; a schedule without drafts has none."""
+        return None
 
     def _idle_block(self) -> Block:
         B, device = self.batch, self.noise.t_B.device

@@ -45,7 +45,7 @@ class Block:
         start = self.start + (verdict.accepted + 1) * self.live
         return Block(verdict.bonus.clone(), draft, start, self.live, self.limit + verdict.drafts.shape[1] + 1)
 
-    def holding(self, draft: Draft) -> "Block":
+    def holding(self, draft: Draft | None) -> "Block":
         """The same block with its draft."""
         return replace(self, draft=draft)
 

@@ -56,6 +56,20 @@ def test_rule_by_hand():
         assert (accepted.item(), token.item()) == (r, bonus)
 
 
+def test_greedy_needs_no_one_hot_distributions():
+    """The short greedy rule equals the one rule on one-hot p and q, for drafts that are right 0 to n times."""
+    torch.manual_seed(0)
+    logits, greedy = torch.randn(64, 4, 9), Sampling()
+    tokens = torch.where(torch.rand(64, 3) < 0.7, logits[:, :-1].argmax(-1), torch.randint(9, (64, 3)))
+    one_hot = Draft(tokens, torch.nn.functional.one_hot(tokens, 9).float())
+    expected = acceptance.accept(greedy.distribution(logits), one_hot, torch.rand(64, 4))
+    found = acceptance.decide(logits, Draft(tokens), None, greedy)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert set(found[0].tolist()) == {0, 1, 2, 3}
+    alone = acceptance.decide(logits[:, :1], None, None, greedy)
+    assert torch.equal(alone[1], logits[:, 0].argmax(-1))
+
+
 @pytest.mark.parametrize(
     ("top_k", "top_p", "kept"), [(2, 1.0, 2), (0, 0.6, 2), (0, 0.4, 1), (3, 0.99, 3), (99, 1.0, 4)]
 )
