@@ -4,7 +4,10 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+
+import torch
 
 from ..drafter import MDFlashModel
 from ..drafter.sampling import Sampling
@@ -77,7 +80,8 @@ def decode(
     requests = [Request(i, prompt_ids(target, prompt, thinking)) for i, prompt in enumerate(prompts)]
     check_prompts(target, requests, max_new_tokens)
     if requests:
-        with grouped_attention(target.model):
+        current = torch.cuda.device(target.device) if target.device.type == "cuda" else nullcontext()
+        with grouped_attention(target.model), current:  # kernels are launched on the current device
             batch = min(batch_size, len(requests))
             tokens = max(len(request.prompt) for request in requests) + max_new_tokens
             schedule = build_schedule(method, target, drafter, sampling, batch, tokens, deployment)
