@@ -108,7 +108,7 @@ def training_arguments(settings: StageSection, folder: Path, texts: int, name: s
         f"must be a multiple of micro_batch_size * ranks = {per_step}; change one of them",
     )  # fmt: skip
     steps = settings.max_steps or math.ceil(math.ceil(texts / settings.global_batch_size) * settings.epochs)
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         run_name=name,
         per_device_train_batch_size=settings.micro_batch_size,
@@ -139,6 +139,10 @@ def training_arguments(settings: StageSection, folder: Path, texts: int, name: s
         dataloader_persistent_workers=torch.cuda.is_available(),
         disable_tqdm=False,
     )
+    arguments._n_gpu = min(
+        1, arguments.n_gpu
+    )  # a process trains on one GPU: DataParallel, HF's choice for several, is no rank
+    return arguments
 
 
 def join_wandb_run(folder: Path, settings: StageSection) -> None:
