@@ -12,6 +12,7 @@ import gc
 import json
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -43,11 +44,15 @@ def main(args: list[str] | None = None) -> None:
     target, drafter = random_pair(recipe, target_config(recipe, values.target_config), torch.device("cuda", 0))
     found |= limit(target)
     bench = Bench(target, drafter.cast(torch.bfloat16), values.context, values.rounds)
-    for name, figures in bench.all(BATCHES):
+    whole = not values.taps
+    schedules = bench.all(BATCHES) if whole else bench.grid(values.batches, values.taps, values.guesses)
+    for name, figures in schedules:
         found["ms"][name] = figures
-        found |= headline(found)
+        found |= headline(found) if whole else {"over_dspark": over_dspark(found["ms"])}
         output.write_text(json.dumps(found, indent=1) + "\n")
         print(name, json.dumps(figures), flush=True)
+    if not whole:
+        return
     output.with_name(output.stem + "_trace.json").write_text(json.dumps({"traceEvents": bench.trace}))
     from .decoding_plots import plot_anatomy, plot_batches  # matplotlib is wanted for these alone
 
@@ -62,6 +67,11 @@ def arguments(parser) -> None:
         "--target_config", type=str, default=None, help="the target's config.json, else it is looked up"
     )
     parser.add_argument("--context", type=int, default=1024, help="prompt tokens of every request")
+    parser.add_argument(
+        "--taps", type=list[int], default=[], help="instead: DPara with so many taps in flight, each of these"
+    )
+    parser.add_argument("--guesses", type=list[int], default=[0], help="with --taps: guessed bonuses, each of these")
+    parser.add_argument("--batches", type=list[int], default=list(BATCHES), help="with --taps: batch sizes")
     parser.add_argument("--rounds", type=int, default=240, help="rounds timed, after those that warm up")
 
 
@@ -116,6 +126,16 @@ class Bench:
         yield f"dpara_heads_on_target_b{batches[0]}", self.measure("dpara", batches[0], two, head_device="target")
         yield f"dpara_no_graphs_b{batches[0]}", self.measure("dpara", batches[0], two, graphs=False)
 
+    def grid(self, batches, taps, guesses) -> Iterator[tuple[str, dict]]:
+        """AR and DSpark, and DPara with every pair of taps in flight and guessed bonuses: "dpara_b4_t3_f1"."""
+        for batch in batches:
+            yield f"ar_b{batch}", self.measure("autoregressive", batch, "cuda:0")
+            yield f"dspark_b{batch}", self.measure("dspark", batch, "cuda:0")
+            for count, guess in product(taps, guesses):
+                settings = {"in_flight_taps": count, "bonus_guesses": guess}
+                name = f"dpara_b{batch}_t{count}_f{guess}"
+                yield name, self.measure("dpara", batch, default_devices(), **settings)
+
     def measure(self, method: str, batch: int, devices: str, **settings) -> dict:
         """One schedule's medians. Its rows hold a request each until the rounds are done."""
         gc.collect()
@@ -142,6 +162,12 @@ class Bench:
         name = f"{method}, batch {batch}, {devices}"
         self.trace += [event | {"pid": f"{name}: {event['pid']}"} for event in timeline.trace()]
         return timeline.figures()
+
+
+def over_dspark(ms: dict) -> dict[str, float]:
+    """Every DPara step over the serial DSpark step at its batch."""
+    steps = {name: figures["step"] for name, figures in ms.items() if name.startswith("dpara_")}
+    return {name: round(step / ms[f"dspark_{name.split('_')[1]}"]["step"], 4) for name, step in steps.items()}
 
 
 def headline(found: dict) -> dict:

@@ -32,7 +32,7 @@ from mdflash.chat import Chat
 from mdflash.decoding.build import check_method
 from mdflash.decoding.deployment import Deployment, default_devices, share_cores, usable_device
 from mdflash.decoding.requests import Request, check_prompts
-from mdflash.recipe import Recipe, Stage, read_recipe, resolved
+from mdflash.recipe import EvalSection, Recipe, Stage, read_recipe, resolved
 
 from .benchmarks import Row, built_in, load, origin
 from .margins import add_margins
@@ -119,13 +119,19 @@ def check_settings(recipe: Recipe) -> None:
     for method in settings.methods:
         if method not in METHODS:
             raise ValueError(f"eval.methods names {method!r}: use {', '.join(METHODS)}")
-    Deployment(settings.runner, settings.lm_head, settings.head_device)
+    Deployment(**deployment_settings(settings, "dpara"))
     for name in ("max_new_tokens", "batch_size"):
         if getattr(settings, name) < 1:
             raise ValueError(f"eval.{name}={getattr(settings, name)}: use a positive integer")
     if not settings.folder:
         for name in settings.benchmarks:
             built_in(name)
+
+
+def deployment_settings(settings: EvalSection, method: str) -> dict:
+    """How a method decodes; what goes beyond the paper is for the finished drafter alone."""
+    names = ["runner", "lm_head", "head_device", *(["in_flight_taps", "bonus_guesses"] if method == "dpara" else [])]
+    return {name: getattr(settings, name) for name in names}
 
 
 def load_drafters(recipe: Recipe, config_file: str, devices: str) -> dict[Stage, MDFlashModel]:
@@ -210,10 +216,8 @@ def measure(
             seed=settings.seed,
             top_k=settings.top_k,
             top_p=settings.top_p,
-            runner=settings.runner,
-            lm_head=settings.lm_head,
-            head_device=settings.head_device,
             on_round=on_round,
+            **deployment_settings(settings, name),
         )
 
     records = {name: [] for name in settings.methods}

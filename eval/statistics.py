@@ -20,7 +20,7 @@ Statistic = Callable[[np.ndarray], np.ndarray]
 class Record:
     """One request decoded by one method.
 
-    accepted, proposed, committed, fallback, cold_start: one integer a round (the last two are flags). prefill_s,
+    accepted, proposed, committed, fallback, cold_start, guessed: one integer a round (the last three are flags). prefill_s,
     decode_s: seconds to the first token, and from there to the last.
     """
 
@@ -34,6 +34,7 @@ class Record:
     committed: tuple[int, ...]
     fallback: tuple[int, ...]
     cold_start: tuple[int, ...]
+    guessed: tuple[int, ...]
     prefill_s: float
     decode_s: float
     token_ids: tuple[int, ...]
@@ -43,7 +44,7 @@ class Record:
         """The record of a finished request."""
         fields = {
             name: tuple(int(getattr(r, name)) for r in result.rounds)
-            for name in ("accepted", "proposed", "committed", "fallback", "cold_start")
+            for name in ("accepted", "proposed", "committed", "fallback", "cold_start", "guessed")
         }
         return cls(
             method=method, benchmark=benchmark, id=row_id, tokens=len(result.token_ids), token_ids=result.token_ids,
@@ -129,6 +130,7 @@ def summarise(records: Sequence[Record], baseline: Sequence[Record] | None, seed
         "tokens": sum(record.tokens for record in records),
         "fallback_rounds": sum(sum(record.fallback) for record in records),
         "cold_starts": sum(sum(record.cold_start) for record in records),
+        "guessed_rounds": sum(sum(record.guessed) for record in records),
         "tokens_per_s": sum(record.tokens - 1 for record in ran) / seconds if seconds else None,
         "speedup": speedup(records, baseline, seed) if baseline else None,
         "positions": positions(records),

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from .recipe import Recipe
 
 TRAINER = Path("recipes/train_mdflash.py")
+DECODING = (
+    "runner",
+    "lm_head",
+    "head_device",
+    "in_flight_taps",
+    "bonus_guesses",
+)  # what `generate` takes from a recipe
 
 
 class Parser(argparse.ArgumentParser):
@@ -128,7 +135,7 @@ def generate(args: list[str]) -> None:
             thinking=own.thinking,
             on_round=stream.on_round,
             drafter_address=own.drafter_address,
-            **({name: getattr(recipe.eval, name) for name in ("runner", "lm_head", "head_device")} if recipe else {}),
+            **({name: getattr(recipe.eval, name) for name in DECODING} if recipe else {}),
         )
     print(f"{figures(result)}, finish reason {result.finish_reason}", file=sys.stderr)
 

@@ -135,6 +135,10 @@ class LoraSection:
         )  # fmt: skip
 
 
+# Settings of the mdflash stage that go beyond the paper, and what turns each off.
+BEYOND = {"in_flight_taps": [0], "known_bonus": 0.0, "serial_windows": False, "spine_loss": 0.0}
+
+
 @dataclass
 class StageSection:
     """One training stage.
@@ -149,6 +153,11 @@ class StageSection:
             independent windows: starts drawn for every k.
         windows: layout of the mdflash stage: trees (the windows of one start, k = 1..d+1, share their anchors, as in
             decoding) or independent (every window has its own start and anchors; as many for every k).
+        in_flight_taps: counts of the anchors' earliest taps that are in flight, one drawn for each text; [0] is the paper's
+            M-DFlash, [0, 1, .., n] makes a drafter for every schedule.
+        known_bonus: share of the mdflash stage's windows whose first slot carries the bonus token, for guessed bonuses.
+        serial_windows: the mdflash stage keeps the serial mode alive by as many k = 0 windows as trees.
+        spine_loss: weight of the spine's own predictions, which guess the bonus, beside a first slot's 1; 0 trains none.
         packing: the texts of a micro-batch share rows of up to max_length tokens instead of being padded to the longest; none
             sees another, and loss and gradients stay the same. For FlexAttention: dense attention pays for every pair of texts.
         max_length: texts are cut at this many tokens.
@@ -176,6 +185,10 @@ class StageSection:
     micro_batch_size: int = 1
     starts_per_text: int = 32
     windows: Literal["trees", "independent"] = "trees"
+    in_flight_taps: list[int] = field(default_factory=lambda: [0])
+    known_bonus: float = 0.0
+    serial_windows: bool = False
+    spine_loss: float = 0.0
     packing: bool = True
     max_length: int = 4096
     bf16: bool = True
@@ -204,6 +217,11 @@ class StageSection:
         require(0 <= self.warmup_ratio < 1, "warmup_ratio", self.warmup_ratio, "use a share of the steps in [0, 1)")
         require(math.isfinite(self.learning_rate), "learning_rate", self.learning_rate, "use a finite number")
         require(self.logging_steps > 0, "logging_steps", self.logging_steps, "use a positive integer")
+        taps = self.in_flight_taps
+        rule = "name distinct counts of taps, 0 up to how many the drafter has"
+        require(bool(taps) and len(set(taps)) == len(taps) and min(taps) >= 0, "in_flight_taps", taps, rule)
+        require(0 <= self.known_bonus <= 1, "known_bonus", self.known_bonus, "use a share of the windows in [0, 1]")
+        require(0 <= self.spine_loss < math.inf, "spine_loss", self.spine_loss, "use 0 for none, or a positive weight")
         for name in ("eval_steps", "eval_requests", "save_steps"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "use 0 for never, or a positive integer")
 
@@ -243,6 +261,8 @@ class EvalSection:
         runner: eager (the reference), fast (fused weights, kernels, CUDA graphs), or auto: fast on GPUs where it fits.
         lm_head: DPara's LM head over all branches, the selected one, or auto.
         head_device: DPara's heads on the drafter's or the target's device.
+        in_flight_taps: `dpara` drafts behind so many of the verify pass's taps, with their features; 0 is the paper's.
+        bonus_guesses: bonuses that `dpara` guesses for every acceptance boundary; 0 is the paper's.
         dtype: null takes target.dtype.
         seed: seed of sampled answers and of the bootstrap.
         output: results folder; null is results/NAME.
@@ -261,6 +281,8 @@ class EvalSection:
     runner: Literal["auto", "eager", "fast"] = "auto"
     lm_head: Literal["auto", "all", "selected"] = "auto"
     head_device: Literal["drafter", "target"] = "drafter"
+    in_flight_taps: int = 0
+    bonus_guesses: int = 0
     dtype: str | None = None
     seed: int = 0
     output: str | None = None
@@ -293,6 +315,9 @@ class Recipe:
     def __post_init__(self):
         require(bool(self.name) and "/" not in self.name, "name", self.name, "give the recipe a plain name")
         require(bool(self.target.path), "target.path", self.target.path, "name the target's folder or hub id")
+        beyond = {name: getattr(self.dspark, name) for name in BEYOND if getattr(self.dspark, name) != BEYOND[name]}
+        rule = "a bootstrap trains serial windows alone; set it in mdflash"
+        require(not beyond, f"dspark.{', '.join(beyond)}", list(beyond.values()), rule)
         rule = "a bootstrap starts from random weights, which adapters cannot train; set mdflash.lora, or null here"
         require(self.dspark.lora is None, "dspark.lora", self.dspark.lora, rule)
 

@@ -22,8 +22,8 @@ from mdflash.chat import Chat, texts_of
 from mdflash.conversations import read_conversations, split_held_out
 from mdflash.drafter import Layout
 from mdflash.drafter.tree import WINDOWS, anchor_counts
-from mdflash.recipe import Recipe, StageSection, read_recipe, require, resolved
-from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, MDFlashTrainer, WindowDataset, bootstrap
+from mdflash.recipe import BEYOND, Recipe, StageSection, read_recipe, require, resolved
+from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, MDFlashTrainer, Mix, WindowDataset, bootstrap
 from mdflash.training.checkpoints import write_whole
 from mdflash.training.frozen import check_unchanged, frozen_part, hashes
 from mdflash.training.lora import add_adapters
@@ -145,7 +145,10 @@ def starting_point(recipe: Recipe, target: Target) -> tuple[MDFlashModel, tuple[
         revision = recipe.drafter.base_revision if recipe.drafter.base else None
         drafter = load_drafter(recipe.base_drafter, device=target.device, revision=revision)
         drafter.config.mdflash_config = mdflash_block(recipe, target, drafter)
-        return drafter, WINDOWS[recipe.mdflash.windows](drafter.draft_length)
+        settings, d, taps = recipe.mdflash, drafter.draft_length, len(drafter.config.target_layer_ids)
+        rule = f"this drafter has {taps} taps; use counts up to that"
+        require(max(settings.in_flight_taps) <= taps, "mdflash.in_flight_taps", settings.in_flight_taps, rule)
+        return drafter, WINDOWS[settings.windows](d) + ((Layout.serial(d),) if settings.serial_windows else ())
     drafter = bootstrap(target, recipe.drafter, recipe.stage, recipe.dspark.seed)
     return drafter.cast(target.dtype), (Layout.serial(drafter.draft_length),)
 
@@ -159,6 +162,7 @@ def mdflash_block(recipe: Recipe, target: Target, drafter: MDFlashModel) -> dict
         "version": 1,
         "draft_length": d,
         "anchor_counts": list(Layout.tree(d).branches),
+        "beyond_the_paper": {name: getattr(recipe.mdflash, name) for name in BEYOND},
         "base_checkpoint": recipe.base_drafter,
         "base_revision": recipe.drafter.base_revision,
         "target": recipe.target.path,
@@ -175,6 +179,7 @@ def datasets(
     """Training and held-out windows, and held-out prompts for the acceptance length."""
     settings = recipe.settings()
     chat = Chat(target.tokenizer, target.stop_ids, recipe.target.thinking)
+    mix = Mix(tuple(settings.in_flight_taps), settings.known_bonus, settings.spine_loss)
     parts = []
     if settings.packing:
         target.check_packing()
@@ -182,7 +187,7 @@ def datasets(
     for part, pack_to in zip(conversations, (settings.max_length if settings.packing else 0, 0), strict=True):
         samples, empty = texts_of(chat, part, settings.max_length)
         print(f"{len(samples)} texts, {sum(s.supervised for s in samples)} supervised tokens, {empty} without any")
-        parts.append(WindowDataset(samples, layouts, settings.starts_per_text, settings.seed, pack_to))
+        parts.append(WindowDataset(samples, layouts, settings.starts_per_text, settings.seed, pack_to, mix))
     turns = (takewhile(lambda message: message["role"] != "assistant", row["messages"]) for row in conversations[1])
     prompts = [chat.prompt(list(messages)) for messages in turns]
     return parts[0], parts[1], prompts[: settings.eval_requests]

@@ -1,5 +1,6 @@
 """Tiny models with random or known weights; nothing is downloaded."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,14 @@ def make_drafter(
             if parameter.dim() > 1:
                 parameter.mul_(4.0)
     return drafter.eval()
+
+
+def lend(drafter, target):
+    """A drafter that holds its target's embedding and LM head, as every drafter does."""
+    drafter = copy.deepcopy(drafter)
+    drafter.embed_tokens.weight.data = target.embed_tokens.weight.detach().clone()
+    drafter.lm_head.weight.data = target.lm_head.weight.detach().clone()
+    return drafter
 
 
 def counting_target(vocab: int = 32) -> Target:

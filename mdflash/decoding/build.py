@@ -40,13 +40,17 @@ def build_schedule(
     runner = chosen_runner(deployment.runner, target, drafter)
     extra = {"graphs": deployment.graphs} if runner == "fast" else {}
     events = {"tap_events": deployment.tap_events} if extra else {}
-    target_runner = RUNNERS[runner][0](target, taps, sampling, batch, slots, **extra, **events)
+    in_flight = deployment.in_flight_taps if method == "dpara" else 0
+    if in_flight > len(taps):
+        raise ValueError(f"in_flight_taps={in_flight}: this drafter has {len(taps)} taps; use a count up to that")
+    target_runner = RUNNERS[runner][0](target, taps, sampling, batch, slots, in_flight, **extra, **events)
     noise = Noise(batch, tokens + lag, d, target.device, sampling.greedy)
     if drafter is None:
         return Autoregressive(target_runner, noise)
+    guesses = deployment.bonus_guesses if method == "dpara" else 0
     settings = {
-        "runner": runner, "batch": batch, "slots": slots, "all_logits": deployment.all_logits(batch * (d + 1) * d),
-        "graphs": deployment.graphs,
+        "runner": runner, "batch": batch, "slots": slots, "graphs": deployment.graphs, "guesses": guesses,
+        "all_logits": deployment.all_logits(batch * (d + 1) * (1 + guesses) * d), "in_flight": in_flight,
     }  # fmt: skip
     if method != "dpara":
         side = build_side(drafter, sampling, **settings)
@@ -60,22 +64,23 @@ def build_schedule(
         side, there = build_side(drafter, sampling, **settings), drafter.norm.weight.device
         link = make_link(side, target.device, there, deployment.timeout_s)
     if not beside:
-        return DPara(target_runner, d, noise, link)
+        return DPara(target_runner, d, noise, link, guesses=settings["guesses"])
     near = there == target.device
     heads = (drafter.lm_head, drafter.head) if near else heads_for(target, drafter)
     head_runner = RUNNERS[runner][2](*heads, sampling, **(extra | {"near": near} if extra else {}))
-    return DPara(target_runner, d, noise, link, Here(DraftingSide(None, head_runner)))
+    return DPara(target_runner, d, noise, link, Here(DraftingSide(None, head_runner)), settings["guesses"])
 
 
 def build_side(
     drafter: MDFlashModel, sampling: Sampling, runner: str, batch: int, slots: int, all_logits: bool, graphs: bool,
-    backbone_only: bool = False,
+    in_flight: int = 0, guesses: int = 0, backbone_only: bool = False,
 ) -> DraftingSide:  # fmt: skip
     """The drafting side on the drafter's device."""
     extra = {"graphs": graphs} if runner == "fast" else {}
+    flying = {"in_flight": in_flight} if runner == "fast" else {}
     _, on_drafter, on_heads = RUNNERS[runner]
     head = None if backbone_only else on_heads(drafter.lm_head, drafter.head, sampling, **extra)
-    return DraftingSide(on_drafter(drafter, batch, slots, all_logits, **extra), head)
+    return DraftingSide(on_drafter(drafter, batch, slots, all_logits, guesses, **flying, **extra), head)
 
 
 def chosen_runner(runner: str, target: Target, drafter: MDFlashModel | None) -> str:

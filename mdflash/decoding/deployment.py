@@ -26,6 +26,9 @@ class Deployment:
     at an outcome (None: 1 on GPUs, 0 on CPUs). drafter_address: HOST:PORT at which a drafter process (`mdflash serve`) meets
     this one, as DPara's drafting side; None keeps it in this process. tap_events: record an event behind every tapped layer of
     a fast verify pass (see FastTargetRunner).
+    in_flight_taps, bonus_guesses: DPara starts precompute behind so many of the verify pass's taps, with their features of the
+    block's tokens, and guesses so many bonuses for every acceptance boundary; they change which drafts are made, never
+    the answer's distribution.
     """
 
     runner: str = "auto"
@@ -36,6 +39,8 @@ class Deployment:
     lag: int | None = None
     drafter_address: str | None = None
     tap_events: bool = False
+    in_flight_taps: int = 0
+    bonus_guesses: int = 0
 
     def __post_init__(self):
         choices = {
@@ -51,6 +56,9 @@ class Deployment:
                              "'selected' or 'auto'")  # fmt: skip
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
             raise ValueError(f"drafter_timeout_s={self.timeout_s!r}: use a positive number of seconds")
+        for name in ("in_flight_taps", "bonus_guesses"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: use 0 for none, or a positive integer")
         if self.drafter_address is not None:
             parse_address(self.drafter_address)
 
@@ -61,7 +69,7 @@ class Deployment:
     def all_logits(self, rows: int) -> bool:
         """Whether a tree of so many slots over the batch ends in the LM head over them all."""
         if self.lm_head == "auto":
-            return self.head_device == "drafter" and rows <= ALL_LOGITS_ROWS
+            return self.head_device == "drafter" and not self.bonus_guesses and rows <= ALL_LOGITS_ROWS
         return self.lm_head == "all"
 
 

@@ -11,24 +11,33 @@ from .types import Block, Draft, Verdict
 class DPara(Schedule):
     """Only the head stays on the critical path: T_step = max(T_verify, T_precompute) + T_head.
 
-    link: to the drafting side. heads: to the side with the heads, the same link unless they sit with the target.
+    link: to the drafting side. heads: to the side with the heads, the same link unless they sit with the target. guesses:
+    bonuses that the drafting side guesses for every r.
     """
 
-    def __init__(self, target: TargetRunner, d: int, noise: Noise, link: Link, heads: Link | None = None):
+    def __init__(
+        self, target: TargetRunner, d: int, noise: Noise, link: Link, heads: Link | None = None, guesses: int = 0
+    ):
+        self.guesses = guesses
         super().__init__(target, d, noise)
         self.link, self.heads, self.apart = link, heads or link, heads is not None
+        self.branches: Pending | None = None  # of the block under verification
         self.coming: Pending | None = None  # the next block's draft
 
     def round(self) -> Verdict:
         self.receive()
-        block = self.block
-        # 1. precompute starts on the drafting side: a branch for every r, features < p
-        branches = self.link.submit("tree", block.tokens, block.start, block.limit, home=self.apart)
+        block, tokens = self.block, self.block.tokens
+
+        # 1. precompute starts on the drafting side: branches for every r, features < p and what is in flight of t_0..t_d
+        def precompute(in_flight: Tensor | None, after: object) -> None:
+            given = tokens, block.start, block.limit, in_flight
+            self.branches = self.link.submit("tree", *given, home=self.apart, after=after)
+
         # 2. meanwhile the target verifies the same block: r, b, features of t_0..t_d
-        verdict = self.target.verify(block, self.noise.verify())
-        # 3. barrier; 4. pick branch r and run the head from y_0 = b
+        verdict = self.target.verify(block, self.noise.verify(), precompute)
+        # 3. barrier; 4. pick branch r (with b in its first slot, where that was guessed) and run the head from y_0 = b
         features = self.link.submit("keep", verdict.features, block.start)
-        self.coming = self.heads.submit("draft", branches, verdict.outcome, self.noise.draft(), home=True)
+        self.coming = self.heads.submit("draft", self.branches, verdict.outcome, self.noise.draft(), home=True)
         # 5. behind it, append the features; those past t_r lie at or above the next p, where no row sees them
         self.link.submit("append", features)
         # 6. next block: (b, y_1..y_d) at p + r + 1

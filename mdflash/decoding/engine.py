@@ -44,6 +44,8 @@ def decode(
     lm_head: str = "auto",
     head_device: str = "drafter",
     drafter_address: str | None = None,
+    in_flight_taps: int = 0,
+    bonus_guesses: int = 0,
 ) -> list[RequestResult]:
     """Answer every prompt with one schedule; results come in the prompts' order.
 
@@ -53,15 +55,18 @@ def decode(
     models where they are. The drafter is moved; serial methods draft on the target's device.
     seed: request i draws from its own generator keyed by (seed, i): its tokens do not depend on its batch.
     stop_strings: the answer ends with the token that completes one. on_round(request index, request) after the prefill and
-    after every round, for streaming. runner, lm_head, head_device, drafter_timeout_s, drafter_address: see `Deployment`; "fast"
-    is for Qwen3's and Llama's layers.
+    after every round, for streaming. runner, lm_head, head_device, drafter_timeout_s, drafter_address, in_flight_taps,
+    bonus_guesses: see `Deployment`; "fast" is for Qwen3's and Llama's layers.
     Raises ValueError for inputs that break a rule, before anything runs.
     """
     check_types(prompts, stop_ids, stop_strings, max_new_tokens=max_new_tokens, batch_size=batch_size, top_k=top_k)
     sampling = Sampling(temperature, top_k, top_p)
     drafter = None if method == "autoregressive" else drafter
     check_method(method, drafter)
-    deployment = Deployment(runner, lm_head, head_device, drafter_timeout_s, drafter_address=drafter_address)
+    deployment = Deployment(
+        runner, lm_head, head_device, drafter_timeout_s, drafter_address=drafter_address, in_flight_taps=in_flight_taps,
+        bonus_guesses=bonus_guesses,
+    )  # fmt: skip
     if drafter_address is not None and method != "dpara":
         raise ValueError(
             f"drafter_address={drafter_address!r} with method={method!r}: only 'dpara' drafts in another process"
@@ -167,15 +172,14 @@ class Rows:
 
     def commit(self, flight: Flight) -> None:
         """Give every request its tokens; a finished one leaves its row, and what it still had under way is dropped."""
-        accepted, bonus, drafts = flight.outcome.read(self.timeout_s)
+        outcomes = flight.outcome.read(self.timeout_s)
         now = time.perf_counter()
-        for row, request in enumerate(flight.held):
+        for row, (request, (r, b, guessed, proposed)) in enumerate(zip(flight.held, outcomes, strict=True)):
             if request is None or request.finish_reason:
                 continue
-            r, b, proposed = accepted[row], bonus[row], drafts[row]
             committed = self.stopping.commit(request, [*proposed[:r], b])
             cold_start = self.schedule.n > 0 and not request.rounds
-            request.rounds.append(Round(r, tuple(proposed), b, committed, flight.fallback, cold_start))
+            request.rounds.append(Round(r, tuple(proposed), b, committed, flight.fallback, cold_start, guessed))
             request.decode_s = now - request.began
             self._settle(row, request)
 

@@ -1,5 +1,7 @@
 """The heads' side of every schedule: LM head and Markov head on one window. Legend: drafter/tree.py."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -24,12 +26,13 @@ class HeadRunner:
     @torch.no_grad()
     def branch(self, branches: Branches, outcome_Bn: Tensor, noise_Bd: Tensor | None) -> Draft:
         """The same on the branch that a verdict's outcome picks, whose logits may be there already."""
-        accepted_B, bonus_B = outcome_Bn[:, 0], outcome_Bn[:, 1]
-        row = torch.arange(len(accepted_B), device=accepted_B.device)
-        hidden_BdC = branches.hidden[row, accepted_B]
+        chosen_B, guessed_B = branches.chosen(outcome_Bn)
+        row = torch.arange(len(chosen_B), device=chosen_B.device)
+        hidden_BdC = branches.hidden[row, chosen_B]
         ready = branches.logits is not None
-        logits_BdV = branches.logits[row, accepted_B] if ready else self.lm_head(hidden_BdC)
-        return self._draft(logits_BdV, hidden_BdC, bonus_B, noise_Bd)
+        logits_BdV = branches.logits[row, chosen_B] if ready else self.lm_head(hidden_BdC)
+        draft = self._draft(logits_BdV, hidden_BdC, outcome_Bn[:, 1], noise_Bd)
+        return draft if guessed_B is None else replace(draft, guessed=guessed_B.long())
 
     def _draft(self, logits_BdV: Tensor, hidden_BdC: Tensor, bonus_B: Tensor, noise_Bd: Tensor | None) -> Draft:
         return Draft(*self.markov_head.draft(logits_BdV, bonus_B, hidden_BdC, noise_Bd, self.sampling))

@@ -34,9 +34,10 @@ class Link(ABC):
     """
 
     @abstractmethod
-    def submit(self, work: str, *args, home: bool = False) -> Pending:
+    def submit(self, work: str, *args, home: bool = False, after: object = None) -> Pending:
         """Start the side's method of that name and return at once. home: its result travels to the target's device as soon as
-        it is there; without, it stays with the side, for later work."""
+        it is there; without, it stays with the side, for later work. after: an event of the target's device behind which
+        the arguments stand; None is behind all that is enqueued there."""
 
     @abstractmethod
     def wait(self, handle: object):
@@ -52,7 +53,7 @@ class Here(Link):
     def __init__(self, side: DraftingSide):
         self.side = side
 
-    def submit(self, work, *args, home=False):
+    def submit(self, work, *args, home=False, after=None):
         return Pending(
             self, getattr(self.side, work)(*(arg.wait() if isinstance(arg, Pending) else arg for arg in args))
         )
@@ -71,7 +72,7 @@ class ThreadLink(Link):
         self._thread = Thread(target=self._serve, name="drafter", daemon=True)
         self._thread.start()
 
-    def submit(self, work, *args, home=False):
+    def submit(self, work, *args, home=False, after=None):
         future = Future()
         self._work.put((future, work, args, self.home if home else self.device))
         return Pending(self, future)
@@ -113,9 +114,10 @@ class StreamLink(Link):
         self.stream.wait_stream(torch.cuda.current_stream(device))
         self.received = torch.cuda.Event()
 
-    def submit(self, work, *args, home=False):
-        self.stream.wait_stream(here := torch.cuda.current_stream(self.home))
-        self.outbox.wait_stream(here)
+    def submit(self, work, *args, home=False, after=None):
+        sent = after or torch.cuda.current_stream(self.home).record_event()
+        self.stream.wait_event(sent)
+        self.outbox.wait_event(sent)
         with torch.cuda.stream(self.outbox), torch.cuda.stream(self.stream):
             own = [arg.handle[0] if isinstance(arg, Pending) else carried(arg, self._receive) for arg in args]
             if not all(isinstance(arg, Pending) for arg in args):

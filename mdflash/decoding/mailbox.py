@@ -32,12 +32,11 @@ class Arrival:
 
 
 class Outcome(Arrival):
-    """One round's accepted counts, bonuses and drafts."""
+    """One round's accepted counts, bonuses, guessed flags and drafts."""
 
     def __init__(self, verdict: Verdict):
         super().__init__(verdict.outcome)
 
-    def read(self, timeout_s: float) -> tuple[list[int], list[int], list[list[int]]]:
-        """(accepted [B], bonus [B], drafts [B][n])."""
-        rows = super().read(timeout_s)
-        return [row[0] for row in rows], [row[1] for row in rows], [row[2:] for row in rows]
+    def read(self, timeout_s: float) -> list[tuple[int, int, bool, list[int]]]:
+        """(r, b, guessed, drafts [n]) of every row."""
+        return [(r, b, bool(guessed), drafts) for r, b, guessed, *drafts in super().read(timeout_s)]

@@ -126,7 +126,7 @@ class RemoteLink(Link):
         self.held: deque[dict] = deque()  # messages that wait for an answer
         self.asked: deque[int] = deque()  # tickets of the answers to come
 
-    def submit(self, work, *args, home=False):
+    def submit(self, work, *args, home=False, after=None):
         assert not (home and self.asked), "one result at a time travels home"
         self.tickets += 1
         message = {"work": work, "ticket": self.tickets, "home": home, "args": args}

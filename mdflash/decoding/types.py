@@ -8,15 +8,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Draft:
-    """Drafted tokens [B, n] and q [B, n, V], the fp32 distributions they were drawn from; None when greedy (one-hot)."""
+    """Drafted tokens [B, n] and q [B, n, V], the fp32 distributions they were drawn from; None when greedy (one-hot). guessed
+    [B]: whether the branch had the bonus in its first slot, as a guess; None where none are guessed."""
 
     tokens: Tensor
     q: Tensor | None = None
+    guessed: Tensor | None = None
 
     def put(self, rows: list[int], other: "Draft") -> "Draft":
-        """With another draft in these batch rows."""
+        """With another draft in these batch rows, which guessed nothing where it does not say."""
         q = None if self.q is None else replaced(self.q, rows, other.q)
-        return Draft(replaced(self.tokens, rows, other.tokens), q)
+        guessed = self.guessed
+        if guessed is not None:
+            guessed = replaced(guessed, rows, guessed.new_zeros(len(rows)) if other.guessed is None else other.guessed)
+        return Draft(replaced(self.tokens, rows, other.tokens), q, guessed)
 
 
 @dataclass(frozen=True)
@@ -74,16 +79,19 @@ def replaced(x_B: Tensor, rows: list[int], values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verification's outcome [B, 2+n] (one tensor, because it travels) and the features [B, n+1, F] of t_0..t_n (None
+    """A verification's outcome [B, 3+n] (one tensor, because it travels) and the features [B, n+1, F] of t_0..t_n (None
     without taps)."""
 
     outcome: Tensor
     features: Tensor | None
 
     @classmethod
-    def of(cls, accepted: Tensor, bonus: Tensor, drafts: Tensor, features: Tensor | None) -> "Verdict":
-        """From its parts."""
-        return cls(torch.cat([accepted[:, None], bonus[:, None], drafts], dim=1), features)
+    def of(
+        cls, accepted: Tensor, bonus: Tensor, drafts: Tensor, features: Tensor | None, guessed: Tensor | None = None
+    ) -> "Verdict":
+        """From its parts. guessed: see Draft."""
+        guessed = torch.zeros_like(accepted) if guessed is None else guessed
+        return cls(torch.cat([torch.stack([accepted, bonus, guessed], dim=1), drafts], dim=1), features)
 
     @property
     def accepted(self) -> Tensor:
@@ -98,7 +106,7 @@ class Verdict:
     @property
     def drafts(self) -> Tensor:
         """The drafts judged [B, n]."""
-        return self.outcome[:, 2:]
+        return self.outcome[:, 3:]
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ class Round:
 
     accepted: r, drafts accepted. draft: the ids proposed. bonus: the id the target added. committed: tokens counted, r+1
     less what lies past a stop or `max_new_tokens`. fallback: a drafter pass had to start after the barrier. cold_start: the
-    block's draft came from the serial pass after the prefill.
+    block's draft came from the serial pass after the prefill. guessed: it came from a branch that had guessed the bonus.
     """
 
     accepted: int
@@ -116,6 +124,7 @@ class Round:
     committed: int
     fallback: bool = False
     cold_start: bool = False
+    guessed: bool = False
 
     @property
     def proposed(self) -> int:

@@ -21,6 +21,10 @@ class ContextKV:
     key: Tensor
     value: Tensor
 
+    def then(self, other: "ContextKV") -> "ContextKV":
+        """The columns of both, one behind the other."""
+        return ContextKV(torch.cat([self.key, other.key], 2), torch.cat([self.value, other.value], 2))
+
 
 def rotate(x_BHRD: Tensor, cos_BRD: Tensor, sin_BRD: Tensor) -> Tensor:
     """RoPE on heads [B, H, R, head_dim] with cos and sin [B, R, head_dim]."""

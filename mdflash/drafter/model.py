@@ -74,13 +74,30 @@ class MDFlashModel(PreTrainedModel):
         B, T = features_BTF.shape[:2]
         if positions_BT is None:
             positions_BT = torch.arange(T, device=features_BTF.device).expand(B, T)
-        return self.forward_rows(rows, self.project_context(features_BTF, positions_BT), self.mask(rows, T))
+        context = self.project_context(features_BTF, positions_BT)
+        if rows.taps is not None:
+            context = self.with_in_flight(context, features_BTF, rows)
+        return self.forward_rows(rows, context, self.mask(rows, T))
+
+    def with_in_flight(self, context: list[ContextKV], features_BTF: Tensor, rows: Rows) -> list[ContextKV]:
+        """The context and, behind it, the in-flight columns of the rows' anchors, from the features at their positions."""
+        anchors = rows.anchors
+        at_BA = (rows.first + rows.position)[:, anchors].clamp(max=features_BTF.shape[1] - 1)
+        features_BAF = features_BTF.gather(1, at_BA[..., None].expand(-1, -1, features_BTF.shape[2]))
+        flying = self.project_in_flight(features_BAF, rows.position[:, anchors], rows.taps[:, anchors])
+        return [layer.then(more) for layer, more in zip(context, flying, strict=True)]
 
     def project_context(self, features_BTF: Tensor, positions_BT: Tensor) -> list[ContextKV]:
         """Each layer's keys and values of RMSNorm(fc(features)) at the given positions."""
         context_BTC = self.hidden_norm(self.fc(features_BTF))
         cos, sin = self.rotary_emb(context_BTC, positions_BT)
         return [layer.self_attn.keys_values(context_BTC, cos, sin) for layer in self.layers]
+
+    def project_in_flight(self, features_BAF: Tensor, positions_BA: Tensor, taps_BA: Tensor) -> list[ContextKV]:
+        """`project_context` of anchors whose earliest `taps` taps alone exist: the others count as zero."""
+        channel = torch.arange(features_BAF.shape[-1], device=features_BAF.device)
+        exists = channel < taps_BA[..., None] * self.config.hidden_size
+        return self.project_context(features_BAF.where(exists, 0.0), positions_BA)
 
     def forward_rows(self, rows: Rows, context: list[ContextKV], mask: Tensor | BlockMask) -> Tensor:
         """The rows' pass over an already projected context; the decoder's entry. Returns [B, R, C]."""

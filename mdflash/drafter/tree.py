@@ -2,7 +2,7 @@
 
 Shape suffixes here and in the other tensor files:
 B requests or texts · T context positions · R rows · N trees of one text · W windows · V vocabulary · F feature width ·
-H heads · C channels (hidden size) · d draft length
+H heads · C channels (hidden size) · d draft length · A anchors
 
 Every mode is the same window (docs/method.md): features at positions < p, then k
 anchors (the true tokens p..p+k-1), then d slots at p+k..p+k+d-1. Windows with one start p share their anchors: a `Layout`
@@ -10,6 +10,9 @@ is a spine of anchors and one branch of d slots per anchor count k.
   serial DSpark / DFlash    spine 0, branches (0,)
   DPara tree                spine d+1, branches (1, .., d+1)
   one M-DFlash window       spine k, branches (k,)
+
+Beyond the paper (docs/method.md): branches whose first slot carries a guessed bonus, and in-flight features, a key column for
+every anchor from those taps of it that the verify pass has written already.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,9 +43,9 @@ class Layout:
     d: int
 
     def __post_init__(self):
-        if self.d < 1 or not self.branches or min(self.branches) < 0 or max(self.branches) > self.spine:
+        if self.d < 1 or not self.rows or not all(0 <= k <= self.spine for k in self.branches):
             raise ValueError(
-                f"Layout(spine={self.spine}, branches={self.branches}, d={self.d}): d >= 1, at least one branch, and "
+                f"Layout(spine={self.spine}, branches={self.branches}, d={self.d}): d >= 1, at least one row, and "
                 "every anchor count within 0..spine"
             )
 
@@ -52,9 +55,15 @@ class Layout:
         return cls(0, (0,), d)
 
     @classmethod
-    def tree(cls, d: int) -> "Layout":
-        """The DPara tree: spine t_0..t_d and a branch for each accepted count r = 0..d (k = r+1)."""
-        return cls(d + 1, tuple(range(1, d + 2)), d)
+    def tree(cls, d: int, guesses: int = 0) -> "Layout":
+        """The DPara tree: spine t_0..t_d and, for each accepted count r = 0..d (k = r+1), a branch whose bonus is open and one
+        for each of its guessed bonuses, in this order."""
+        return cls(d + 1, tuple(k for k in range(1, d + 2) for _ in range(1 + guesses)), d)
+
+    @classmethod
+    def anchors(cls, d: int) -> "Layout":
+        """The tree's spine alone."""
+        return cls(d + 1, (), d)
 
     @classmethod
     def single(cls, k: int, d: int) -> "Layout":
@@ -93,7 +102,8 @@ class Rows:
 
     Attributes (int64 [B, R]): ids, position (in the row's own text), start (p of the row's tree: features below it are
     visible), first (the context column of its text's position 0), tree (which tree the row belongs to), seen and branch
-    (see Layout). groups: layout and number of its trees, in the order of the rows.
+    (see Layout). groups: layout and number of its trees, in the order of the rows. taps [B, R]: how many of the earliest
+    taps of the tree's anchors are in flight (0: the tree sees none of its in-flight columns); None has no such columns.
     """
 
     ids: Tensor
@@ -104,11 +114,15 @@ class Rows:
     seen: Tensor
     branch: Tensor
     groups: tuple[tuple[Layout, int], ...]
+    taps: Tensor | None = None
 
     @classmethod
-    def build(cls, layout: Layout, start_BN: Tensor, ids_BNR: Tensor, first_BN: Tensor | None = None) -> "Rows":
+    def build(
+        cls, layout: Layout, start_BN: Tensor, ids_BNR: Tensor, first_BN: Tensor | None = None,
+        taps_BN: Tensor | None = None,
+    ) -> "Rows":  # fmt: skip
         """Place `layout` at every start. start_BN: p of each tree; ids_BNR: its row ids (`Layout.token_ids`); first_BN: the
-        column at which its text begins in the context (None: 0, texts are not packed)."""
+        column at which its text begins in the context (None: 0, texts are not packed); taps_BN: its taps in flight."""
         B, N = start_BN.shape
 
         def per_row(values: list[int]) -> Tensor:
@@ -128,16 +142,31 @@ class Rows:
             seen=per_row(layout.seen),
             branch=per_row(layout.branch),
             groups=((layout, N),),
+            taps=None if taps_BN is None else per_tree(taps_BN),
         )
 
     @classmethod
     def join(cls, parts: Sequence["Rows"]) -> "Rows":
-        """Rows of several layouts over the same contexts, part behind part; their trees stay distinct."""
+        """Rows of several layouts over the same contexts, part behind part, trees distinct. All have taps, or none."""
         before = [0, *accumulate(count for part in parts for _, count in part.groups)]
         parts = [replace(part, tree=part.tree + trees) for part, trees in zip(parts, before, strict=False)]
         tensors = [field.name for field in fields(cls) if field.name != "groups"]
-        joined = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in tensors}
+        joined = {
+            name: torch.cat([getattr(part, name) for part in parts], dim=1)
+            for name in tensors
+            if getattr(parts[0], name) is not None
+        }
         return cls(**joined, groups=tuple(group for part in parts for group in part.groups))
+
+    @property
+    def anchors(self) -> Tensor:
+        """The numbers [A] of the rows that are anchors, ascending."""
+        before, found = 0, []
+        for layout, count in self.groups:
+            trees = torch.arange(count, device=self.ids.device)[:, None] * layout.rows
+            found.append((before + trees + torch.arange(layout.spine, device=self.ids.device)).flatten())
+            before += layout.rows * count
+        return torch.cat(found)
 
     def windows(self, x_BR: Tensor) -> Tensor:
         """The slots' part of a per-row tensor, window by window: [B, R, ...] -> [B, W, d, ...]; anchors are dropped. Windows
@@ -149,6 +178,10 @@ class Rows:
         ]
         return torch.cat(slots, dim=1)
 
+    def spines(self, x_BR: Tensor) -> Tensor:
+        """The anchors' part of a per-row tensor, each a window of one slot: [B, R, ...] -> [B, A, 1, ...]."""
+        return x_BR[:, self.anchors][:, :, None]
+
     def branches(self, x_BR: Tensor) -> Tensor:
         """`windows` of rows of one layout, by tree: [B, R, ...] -> [B, N, branches, d, ...]."""
         ((layout, count),) = self.groups
@@ -159,19 +192,26 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def visibility(rows: Rows, context_length: int) -> Rule:
-    """THE visibility rule over keys [context ; rows], as a FlexAttention `mask_mod(b, h, query, key)`.
+    """THE visibility rule over keys [context ; in-flight ; rows], as a FlexAttention `mask_mod(b, h, query, key)`.
 
     A row sees its own text's features below its tree's start, the first `seen` anchors of its own tree, and all d slots
-    of its own branch; nothing else (docs/method.md). A context column's index is its position, counted from `first`.
+    of its own branch; nothing else (docs/method.md). A context column's index is its position, counted from `first`. An
+    in-flight column (one for each anchor, where the rows have taps) is seen by whoever sees its anchor, in trees with taps.
     """
+    flying = in_flight_columns(rows)
+    behind, anchors = context_length + flying, rows.anchors if flying else None
 
     def rule(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         in_context = key < context_length
-        other = (key - context_length).clamp(min=0)
+        other, arrived = (key - behind).clamp(min=0), True
+        if flying:
+            in_flight = key < behind
+            other = torch.where(in_flight, anchors[(key - context_length).clamp(min=0, max=flying - 1)], other)
+            arrived = ~in_flight | (rows.taps[b, query] > 0)
         same_tree = rows.tree[b, query] == rows.tree[b, other]
         is_anchor = rows.branch[b, other] < 0
         anchor_index = rows.position[b, other] - rows.start[b, other]
-        sees_anchor = is_anchor & (anchor_index < rows.seen[b, query])
+        sees_anchor = is_anchor & (anchor_index < rows.seen[b, query]) & arrived
         sees_slot = ~is_anchor & (rows.branch[b, other] == rows.branch[b, query])
         first = rows.first[b, query]
         sees_feature = (first <= key) & (key < first + rows.start[b, query])
@@ -180,13 +220,18 @@ def visibility(rows: Rows, context_length: int) -> Rule:
     return rule
 
 
+def in_flight_columns(rows: Rows) -> int:
+    """How many in-flight columns lie between context and rows: one for each anchor of rows with taps."""
+    return 0 if rows.taps is None else sum(layout.spine * count for layout, count in rows.groups)
+
+
 def dense_mask(rows: Rows, context_length: int) -> Tensor:
-    """The rule as a boolean mask [B, 1, R, T+R] for `scaled_dot_product_attention` (reference, CPU)."""
+    """The rule as a boolean mask [B, 1, R, T+A+R] for `scaled_dot_product_attention` (reference, CPU)."""
     B, R = rows.ids.shape
     device = rows.ids.device
     b = torch.arange(B, device=device)[:, None, None]
     query = torch.arange(R, device=device)[None, :, None]
-    key = torch.arange(context_length + R, device=device)[None, None, :]
+    key = torch.arange(context_length + in_flight_columns(rows) + R, device=device)[None, None, :]
     return visibility(rows, context_length)(b, torch.zeros_like(b), query, key)[:, None]
 
 
@@ -194,7 +239,8 @@ def flex_mask(rows: Rows, context_length: int) -> BlockMask:
     """The same rule as a FlexAttention block mask (GPU); never materialised densely when compiled."""
     B, R = rows.ids.shape
     make = compiled_create_block_mask if rows.ids.is_cuda else create_block_mask
-    return make(visibility(rows, context_length), B, None, R, context_length + R, device=rows.ids.device)
+    keys = context_length + in_flight_columns(rows) + R
+    return make(visibility(rows, context_length), B, None, R, keys, device=rows.ids.device)
 
 
 # The training setting `windows`: how the mdflash stage lays out its windows of k = 1..d+1 anchors.

@@ -2,7 +2,7 @@
 
 import importlib.util
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -103,12 +103,14 @@ class Target:
         positions_BQ: Tensor | None = None,
         cache=None,
         mask: Tensor | None = None,
+        on_taps: tuple[int, Callable[[Tensor], None]] | None = None,
     ) -> TargetOutput:
         """One pass over ids [B, Q]. Without a cache the rows are right-padded texts (causal, pads are never seen), or texts
         packed behind one another whose positions [B, Q] restart at 0: a token then sees its own text alone.
 
         taps: layer ids to record. cache: a `SlotCache`, with positions [B, Q] and a boolean mask [B, 1, Q, S]. Only the
-        tapped outputs are kept, never all hidden states, and no logits are made.
+        tapped outputs are kept, never all hidden states, and no logits are made. on_taps (count, work): work gets the features
+        of the earliest `count` taps as soon as the last of them is there, while the pass goes on.
         """
         shape, extra = ids_BQ.shape, {}
         if cache is not None:
@@ -117,7 +119,7 @@ class Target:
             if "flash" in self.config._attn_implementation:  # it reads restarts in a batch of one only
                 ids_BQ, positions_BQ = ids_BQ.reshape(1, -1), positions_BQ.reshape(1, -1)
             extra = {"position_ids": positions_BQ}
-        with self._recording(taps) as recorded, self._fast_layers(cache is None):
+        with self._recording(taps, on_taps) as recorded, self._fast_layers(cache is None):
             out = self.decoder(input_ids=ids_BQ, use_cache=cache is not None, **extra)
         features = torch.cat([recorded[tap].view(*shape, -1) for tap in taps], dim=-1) if taps else None
         return TargetOutput(out.last_hidden_state.view(*shape, -1), features)
@@ -138,17 +140,19 @@ class Target:
             )
 
     @contextmanager
-    def _recording(self, taps: Sequence[int]):
+    def _recording(self, taps: Sequence[int], on_taps: tuple[int, Callable[[Tensor], None]] | None = None):
         layers, recorded, hooks = self.decoder.layers, {}, []
 
-        def keep_output(tap):
-            def hook(module, args, output):
-                recorded[tap] = output[0] if isinstance(output, tuple) else output
+        def keep(tap: int, state: Tensor) -> None:
+            recorded[tap] = state
+            if on_taps and len(recorded) == on_taps[0]:  # ascending taps come in their order
+                on_taps[1](torch.cat([recorded[early] for early in taps[: len(recorded)]], dim=-1))
 
-            return hook
+        def keep_output(tap):
+            return lambda module, args, output: keep(tap, output[0] if isinstance(output, tuple) else output)
 
         def keep_embedding(module, args, kwargs):
-            recorded[-1] = args[0] if args else kwargs["hidden_states"]
+            keep(-1, args[0] if args else kwargs["hidden_states"])
 
         try:
             for tap in taps:

@@ -4,6 +4,14 @@ from .bootstrap import bootstrap, bootstrap_config
 from .loss import STAGE_WEIGHTS
 from .module import DrafterForTraining
 from .trainer import MDFlashTrainer
-from .windows import WindowDataset
+from .windows import Mix, WindowDataset
 
-__all__ = ["STAGE_WEIGHTS", "DrafterForTraining", "MDFlashTrainer", "WindowDataset", "bootstrap", "bootstrap_config"]
+__all__ = [
+    "STAGE_WEIGHTS",
+    "DrafterForTraining",
+    "MDFlashTrainer",
+    "Mix",
+    "WindowDataset",
+    "bootstrap",
+    "bootstrap_config",
+]

@@ -17,7 +17,7 @@ from .checkpoints import ASIDE, publish
 from .finite import LOSS, FiniteGuard
 from .lora import load_adapters, merged, save_adapters
 from .module import DrafterForTraining
-from .windows import EpochSampler, WindowDataset
+from .windows import EpochSampler, WindowDataset, total_weight
 
 PREFIX = "drafter."
 Acceptance = Callable[[MDFlashModel], dict[str, float]]
@@ -49,7 +49,7 @@ class MDFlashTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The accumulation's batches and their exact normaliser: Σ m_i w_i over ranks and accumulation."""
         batches = list(islice(epoch_iterator, num_batches))
-        total = sum((batch["weight"].sum() for batch in batches), torch.zeros(())).to(device)
+        total = sum(map(total_weight, batches), torch.zeros(())).to(device)
         return batches, self.accelerator.reduce(total, "sum").clamp(min=1e-9)
 
     def _get_train_sampler(self, train_dataset=None) -> EpochSampler:
@@ -109,7 +109,7 @@ class MDFlashTrainer(Trainer):
         sums = torch.zeros(2, device=self.args.device)
         for batch in self.get_eval_dataloader():
             inputs = self._prepare_inputs(batch)
-            sums += torch.stack([model(**inputs), inputs["weight"].sum()])
+            sums += torch.stack([model(**inputs), total_weight(inputs)])
         loss, weight = self.accelerator.reduce(sums, "sum").tolist()
         if not math.isfinite(loss):
             raise FloatingPointError(

@@ -25,12 +25,30 @@ NO_WINDOWS = Sample("", (0,), ())
 
 
 @dataclass(frozen=True)
+class Mix:
+    """What windows are made of beyond the paper's, drawn anew for every text and epoch.
+
+    in_flight_taps: how many of the anchors' earliest taps are in flight; one count is drawn for each text. known_bonus: the
+    share of windows with anchors whose first slot carries the bonus token (a serial window's always does). spine: weight of
+    an anchor's own prediction of the token behind it, beside a first slot's 1.
+    """
+
+    in_flight_taps: tuple[int, ...] = (0,)
+    known_bonus: float = 0.0
+    spine: float = 0.0
+
+
+@dataclass(frozen=True)
 class Item:
-    """One text: ids [L] and, for each layout, its starts [n] and their windows' weights m·w [n, b, d]."""
+    """One text: ids [L], taps in flight and, for each layout, its starts [n], their windows' weights m·w [n, b, d], whether
+    these know the bonus [n, b], and their anchors' weights [n, spine]."""
 
     ids: Tensor
+    taps: int
     starts: list[Tensor]
     weights: list[Tensor]
+    known: list[Tensor]
+    spines: list[Tensor]
 
 
 def keyed_generator(*key: object) -> torch.Generator:
@@ -62,6 +80,18 @@ def label_weights(sample: Sample, layout: Layout, starts_N: Tensor) -> Tensor:
     label_Nbd = starts_N[:, None, None] + k_b[:, None] + i_d
     inside = label_Nbd < span_ends(sample)[starts_N][:, None, None]
     return inside * torch.exp(-(i_d - 1) / 4)
+
+
+def spine_weights(sample: Sample, layout: Layout, starts_N: Tensor, weight: float) -> Tensor:
+    """[N, spine]: `weight` where the token behind anchor j, p+j+1, is inside the start's span."""
+    label_Ns = starts_N[:, None] + torch.arange(1, layout.spine + 1)
+    return weight * (label_Ns < span_ends(sample)[starts_N][:, None]).float()
+
+
+def known_bonuses(layout: Layout, starts_N: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """[N, b]: whether a window's first slot carries the bonus; always without anchors, else a share of them."""
+    serial = (torch.tensor(layout.branches) == 0).expand(len(starts_N), -1)
+    return serial | (torch.rand(serial.shape, generator=generator) < share) if share else serial
 
 
 def fill_rows(lengths: Sequence[int], limit: int) -> list[list[int]]:
@@ -97,10 +127,11 @@ class WindowDataset(Dataset):
     """
 
     def __init__(
-        self, samples: Sequence[Sample], layouts: Sequence[Layout], starts_per_text: int, seed: int, pack_to: int = 0
-    ):
+        self, samples: Sequence[Sample], layouts: Sequence[Layout], starts_per_text: int, seed: int, pack_to: int = 0,
+        mix: Mix = Mix(),
+    ):  # fmt: skip
         self.samples, self.layouts, self.starts_per_text, self.seed = samples, layouts, starts_per_text, seed
-        self.pack_to = pack_to
+        self.pack_to, self.mix = pack_to, mix
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -111,12 +142,23 @@ class WindowDataset(Dataset):
         sample = NO_WINDOWS if index == PADDING else self.samples[index]
         generator = keyed_generator(self.seed, epoch, sample.id)
         starts = [draw_starts(sample, layout, self.starts_per_text, generator) for layout in self.layouts]
-        weights = [label_weights(sample, *pair) for pair in zip(self.layouts, starts, strict=True)]
-        return Item(torch.tensor(sample.ids), starts, weights)
+        pairs, mix = list(zip(self.layouts, starts, strict=True)), self.mix
+        known = [known_bonuses(*pair, mix.known_bonus, generator) for pair in pairs]
+        taps = mix.in_flight_taps[int(torch.randint(len(mix.in_flight_taps), (), generator=generator))]
+        return Item(
+            torch.tensor(sample.ids),
+            taps,
+            starts,
+            weights=[label_weights(sample, *pair) for pair in pairs],
+            known=known,
+            spines=[spine_weights(sample, *pair, mix.spine) for pair in pairs],
+        )
 
     def collate(self, items: Sequence[Item]) -> dict[str, Tensor]:
         """A micro-batch: ids [B, T], and for each of the drafter's contexts the trees' starts [B, N] (layout behind layout, as
-        many for each) and their windows' weights [B, W, d] (in the order of `Rows.windows`; 0 for padding).
+        many for each), their windows' weights [B, W, d] (in the order of `Rows.windows`; 0 for padding) and which of these
+        know the bonus [B, W]. By the mix, too: the trees' taps in flight [B, N] and the anchors' weights [B, A] (in the order
+        of `Rows.anchors`).
 
         Padded texts are a row and a context each. Packed texts share rows, where `positions` [B, T] restart at each text, and
         all rows together are one context, where a tree's text begins at column `first` [1, N].
@@ -135,11 +177,27 @@ class WindowDataset(Dataset):
                 for g in layouts
             ]
 
+        def windows(values: Sequence[Sequence[Tensor]]) -> Tensor:
+            return torch.cat([part.flatten(1, 2) for part in by_layout(values)], 1)
+
+        def per_tree(values: Sequence[int]) -> Tensor:
+            return torch.cat(
+                by_layout(
+                    [[torch.full_like(s, v) for s in item.starts] for item, v in zip(items, values, strict=True)]
+                ),
+                1,
+            )
+
         batch = {
             "ids": padded([torch.cat([items[text].ids for text in row]) for row in rows], T),
             "start": torch.cat(by_layout([item.starts for item in items]), 1),
-            "weight": torch.cat([weight.flatten(1, 2) for weight in by_layout([item.weights for item in items])], 1),
+            "weight": windows([item.weights for item in items]),
+            "known": windows([item.known for item in items]),
         }
+        if any(self.mix.in_flight_taps):
+            batch["taps"] = per_tree([item.taps for item in items])
+        if self.mix.spine:
+            batch["spine_weight"] = windows([item.spines for item in items])
         if not self.pack_to:
             return batch
         positions, first = torch.arange(T).repeat(len(rows), 1), {}
@@ -147,8 +205,13 @@ class WindowDataset(Dataset):
             for text, column in zip(row, accumulate((lengths[text] for text in row), initial=0), strict=False):
                 positions[number, column:] = torch.arange(T - column)  # padding counts on behind the last text
                 first[text] = number * T + column
-        firsts = [[torch.full_like(start, first[text]) for start in item.starts] for text, item in enumerate(items)]
-        return batch | {"positions": positions, "first": torch.cat(by_layout(firsts), 1)}
+        return batch | {"positions": positions, "first": per_tree([first[text] for text in range(len(items))])}
+
+
+def total_weight(batch: dict[str, Tensor]) -> Tensor:
+    """The loss's denominator of a batch: Σ m_i w_i over all that carries loss."""
+    weight = batch["weight"].sum()
+    return weight + batch["spine_weight"].sum() if "spine_weight" in batch else weight
 
 
 class EpochSampler(Sampler):

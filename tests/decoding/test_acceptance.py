@@ -138,6 +138,15 @@ def test_filtered_sampling_is_lossless():
 
 
 @pytest.mark.slow
+def test_sampling_beyond_the_paper_is_lossless():
+    """Features in flight and guessed bonuses change which drafts are made, never what is drawn."""
+    target, drafter = sharp_pair()
+    expected = exact_joint(target, [1, 5, 2], Sampling(1.0))
+    settings = {"in_flight_taps": 1, "bonus_guesses": 2}
+    assert chi_square_p(draws(target, drafter, "dpara", 50_000, **settings), expected) > 1e-3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dspark", "dpara"])
 def test_a_broken_residual_fails_the_test(method, monkeypatch):
     monkeypatch.setattr(acceptance, "residual", lambda p, q: p)

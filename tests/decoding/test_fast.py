@@ -85,6 +85,12 @@ SETTINGS = [
     {"runner": "fast", "lm_head": "selected"},
     {"runner": "fast", "head_device": "target"},
 ]
+DRAFTING = [
+    {"in_flight_taps": 2},
+    {"bonus_guesses": 2},
+    {"in_flight_taps": 3, "bonus_guesses": 1, "lm_head": "all"},
+    {"in_flight_taps": 1, "bonus_guesses": 4, "head_device": "target"},
+]
 
 
 def same_everywhere(devices: str, method: str, temperature: float, head: str = "vanilla", **settings) -> None:
@@ -92,6 +98,7 @@ def same_everywhere(devices: str, method: str, temperature: float, head: str = "
     target = make()
     drafter = make_drafter(target, head=head)
     asked = dict(max_new_tokens=24, temperature=temperature, stop_ids=[5, 11], batch_size=3, seed=2)
+    asked |= {name: settings.pop(name) for name in ("in_flight_taps", "bonus_guesses") if name in settings}
     expected = decode(target, drafter, PROMPTS * 2, method, **asked)
     found = decode(target, drafter, PROMPTS * 2, method, devices=devices, **asked, **settings)
     assert [(r.token_ids, r.rounds) for r in found] == [(r.token_ids, r.rounds) for r in expected]
@@ -103,6 +110,22 @@ def same_everywhere(devices: str, method: str, temperature: float, head: str = "
 @pytest.mark.parametrize("method", ["autoregressive", "dspark", "dpara"])
 def test_one_gpu_gives_the_cpu_tokens(method, temperature, settings):
     same_everywhere("cuda:0,cuda:0", method, temperature, **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("runner", ["eager", "fast"])
+@pytest.mark.parametrize("settings", DRAFTING, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_gpu_drafts_beyond_the_paper_as_the_cpu(temperature, settings, runner):
+    same_everywhere("cuda:0,cuda:0", "dpara", temperature, runner=runner, **settings)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("runner", ["eager", "fast"])
+@pytest.mark.parametrize("settings", DRAFTING, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_two_gpus_draft_beyond_the_paper_as_the_cpu(temperature, settings, runner):
+    same_everywhere("cuda:0,cuda:1", "dpara", temperature, runner=runner, **settings)
 
 
 @pytest.mark.gpu2
@@ -267,16 +290,16 @@ def test_unfit_targets_are_named():
     assert why_not_fast(make_target(head_dim=24)) == "its head width 24 is no power of two from 16 on"
 
 
-def inputs(B, K, G, Q, S, D, device, dtype=torch.float32):
+def inputs(B, K, G, Q, E, S, D, device, dtype=torch.float32):
     generator = torch.Generator().manual_seed(B * S)
     make = lambda *shape: torch.randn(*shape, generator=generator).to(device, dtype)  # noqa: E731
-    start = torch.randint(0, S - Q + 1, (B,), generator=generator)
-    start[0], start[-1] = 0, S - Q
+    start = torch.randint(0, S - E + 1, (B,), generator=generator)
+    start[0], start[-1] = 0, S - E
     return {
         "qkv": make(B, Q, (G * K + 2 * K) * D), "cos": make(B, Q, D), "sin": make(B, Q, D), "start": start.to(device),
         "key": make(B, K, S, D), "value": make(B, K, S, D), "norms": (make(D), make(D)), "x": make(B, Q, 3 * D),
         "residual": make(B, Q, 3 * D), "weight": make(3 * D), "gate_up": make(B, Q, 2 * 3 * D),
-        "mask": ((torch.rand(Q, Q, generator=generator) < 0.5) | torch.eye(Q).bool()).to(device, torch.int8),
+        "mask": ((torch.rand(Q, E, generator=generator) < 0.5) | torch.eye(Q, E).bool()).to(device, torch.int8),
     }  # fmt: skip
 
 
@@ -295,12 +318,14 @@ def results(module, data, Q, norms):
 @pytest.mark.parametrize(
     "shape",
     [
-        (1, 8, 4, 8, 1024, 128),
-        (3, 2, 2, 1, 97, 64),
-        (2, 1, 5, 16, 300, 32),
-        (1, 1, 1, 1, 1, 16),
-        (2, 2, 4, 64, 200, 64),
-        (1, 2, 5, 64, 64, 16),
+        (1, 8, 4, 8, 8, 1024, 128),
+        (3, 2, 2, 1, 1, 97, 64),
+        (2, 1, 5, 16, 16, 300, 32),
+        (1, 1, 1, 1, 1, 1, 16),
+        (2, 2, 4, 64, 64, 200, 64),
+        (1, 2, 5, 64, 64, 64, 16),
+        (2, 2, 4, 64, 72, 200, 64),
+        (3, 1, 2, 288, 296, 500, 128),
     ],
 )
 def test_kernels_equal_their_twins(shape, norms):

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from eval import run
+from eval import offline, run
 from mdflash import MDFlashConfig, MDFlashModel
 
 TEMPLATE = (
@@ -234,3 +234,27 @@ def test_default_devices(monkeypatch):
     for gpus, devices in ((0, "cpu,cpu"), (1, "cuda:0,cuda:0"), (2, "cuda:0,cuda:1"), (8, "cuda:0,cuda:1")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert run.default_devices() == devices
+
+
+def test_features_in_flight_and_guesses_in_an_evaluation(project, monkeypatch):
+    """Lossless like the rest; the finished drafter alone takes them, and its right guesses are counted. The offline replay of
+    the same setting has the same acceptance length."""
+    monkeypatch.chdir(project)
+    extra = ["--eval.in_flight_taps", "1", "--eval.bonus_guesses", "2", "--eval.output", "results/beyond"]
+    summary = run.main(["--config", "toy.yaml", *extra])
+    assert summary["lossless"]["greedy_identical"] == summary["lossless"]["greedy_total"]
+    guessed = {name: figures["average"]["guessed_rounds"] for name, figures in summary["methods"].items()}
+    assert guessed["dpara-untuned"] == guessed["dspark"] == 0
+    found = offline.main(
+        ["--config", "toy.yaml", "--output", "grid.json", "--taps", "[0, 1]", "--guesses", "[0, 2, -1]"]
+    )
+    assert json.loads((project / "grid.json").read_text()) == json.loads(json.dumps(found))
+    replayed = found["replays"]["dpara taps=1 guesses=2"]
+    for name in ("tau_pooled", "tau_macro"):
+        assert replayed[name] == pytest.approx(summary["methods"]["dpara"]["average"][name])
+    rounds = summary["methods"]["dpara"]["average"]["rounds"] - summary["methods"]["dpara"]["average"]["cold_starts"]
+    assert replayed["hit_rate"] == pytest.approx(guessed["dpara"] / rounds, abs=1e-4)
+    assert found["replays"]["dspark"]["tau_macro"] == pytest.approx(
+        summary["methods"]["dspark"]["average"]["tau_macro"]
+    )
+    assert found["replays"]["dpara taps=0 bonus known"]["hit_rate"] == 1.0

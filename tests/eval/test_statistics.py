@@ -26,7 +26,7 @@ def record(benchmark="a", id="0", committed=(), method="dpara", d=3, decode_s=1.
     fields = dict(
         method=method, benchmark=benchmark, id=id, tokens=tokens, finish_reason="stop",
         accepted=tuple(c - 1 for c in committed), proposed=(d,) * rounds, committed=tuple(committed),
-        fallback=(0,) * rounds, cold_start=(1,) * bool(rounds) + (0,) * (rounds - 1),
+        fallback=(0,) * rounds, cold_start=(1,) * bool(rounds) + (0,) * (rounds - 1), guessed=(0,) * rounds,
         prefill_s=prefill_s, decode_s=decode_s, token_ids=tuple(range(tokens)),
     )  # fmt: skip
     return Record(**(fields | changes))

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import make_drafter, make_target
+from conftest import lend, make_drafter, make_target
 
 from mdflash import compilation
 from mdflash.chat import Sample
@@ -15,14 +15,6 @@ from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, WindowDataset
 from mdflash.training.fused import FusedWindowLoss, slot_terms, terms_for
 from mdflash.training.lora import add_adapters
 from mdflash.training.loss import Windows, loss_sum, sharded_loss_sum, slot_losses
-
-
-def lend(drafter, target):
-    """A drafter that holds its target's embedding and LM head, as every drafter does."""
-    drafter = copy.deepcopy(drafter)
-    drafter.embed_tokens.weight.data = target.embed_tokens.weight.detach().clone()
-    drafter.lm_head.weight.data = target.lm_head.weight.detach().clone()
-    return drafter
 
 
 def batch_for(layouts, seed=0, starts=5, length=40):

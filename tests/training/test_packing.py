@@ -170,9 +170,9 @@ def test_a_window_of_any_layout_equals_the_window_alone(name, target):
     for pack_to in (0, 50):
         inputs, captured = batch(layouts, pack_to), []
 
-        def spy(ids, rows, weight, hidden, states, captured=captured):
+        def spy(ids, rows, slots_of, weight, hidden, states, captured=captured):
             captured.append(rows.windows(hidden))
-            return DrafterForTraining._windows(ids, rows, weight, hidden, states)
+            return DrafterForTraining._windows(ids, rows, slots_of, weight, hidden, states)
 
         module._windows = spy
         module(**inputs)

@@ -55,5 +55,6 @@ def hidden_in_training(drafter, target, layout, text, start):
     torch.nn.Module.__init__(module)
     module.drafter, module.layouts, module.weights = drafter, (layout,), STAGE_WEIGHTS["mdflash"]
     ids, starts = text[None], torch.tensor([[start]])
-    rows = module._rows(ids, starts, torch.zeros_like(starts))
+    known = torch.tensor([[k == 0 for k in layout.branches]])
+    rows = module._rows(ids, starts, torch.zeros_like(starts), known, None)
     return rows.branches(drafter(target.features(ids, drafter.config.target_layer_ids), rows))[0]

@@ -91,20 +91,23 @@ class FastLayers:
         cos_BQD: Tensor,
         sin_BQD: Tensor,
         start_B: Tensor,
-        mask_QQ: Tensor,
+        mask_QE: Tensor,
         cache: Sequence[tuple[Tensor, Tensor]],
         keep: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """One pass over embedded rows, whose keys and values go to slots start..start+Q-1 of the cache (each layer's keys and
-        values [B, K, S, D]); row i sees every slot below start, and row j where mask[i, j]. cos and sin rotate them at
-        their positions. Returns the final-norm states; keep(layer, its output) is called as soon as that is written."""
+        """One pass over embedded rows of requests that own the E slots from start on of the cache (each layer's keys and values
+        [B, K, S, D]): the rows' keys and values go to the last Q of them, what lies in the others was stored before. Row i
+        sees every slot below start, and slot start+j where mask[i, j]. cos and sin rotate the rows at their positions. Returns
+        the final-norm states; keep(layer, its output) is called as soon as that is written."""
+        Q, E = mask_QE.shape
+        slot_B = start_B + (E - Q) if E > Q else start_B
         do = self.ops
         x, residual = do.add_norm(x_BQC, None, self.layers[0].input_norm, self.eps)
         for number, (layer, (key, value)) in enumerate(zip(self.layers, cache, strict=True)):
             query = do.rotate_and_store(
-                F.linear(x, *layer.qkv), cos_BQD, sin_BQD, start_B, key, value, layer.head_norms, self.eps
+                F.linear(x, *layer.qkv), cos_BQD, sin_BQD, slot_B, key, value, layer.head_norms, self.eps
             )
-            attended = do.cache_attention(query, key, value, start_B, mask_QQ, self.scale)
+            attended = do.cache_attention(query, key, value, start_B, mask_QE, self.scale)
             x, residual = do.add_norm(F.linear(attended, *layer.out), residual, layer.mlp_norm, self.eps)
             x = F.linear(do.silu_gate(F.linear(x, *layer.gate_up)), *layer.down)
             last = number + 1 == len(self.layers)

@@ -87,12 +87,12 @@ def _rotate_and_store(
 
 
 def cache_attention(
-    query_BKRD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, start_B: Tensor, mask_QQ: Tensor, scale: float
+    query_BKRD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, start_B: Tensor, mask_QE: Tensor, scale: float
 ) -> Tensor:
     """See ops.cache_attention. The live context of each request is split over programs that end in partial sums, which a
     second kernel joins (flash decoding)."""
     B, K, R, D = query_BKRD.shape
-    Q = len(mask_QQ)
+    Q, E = mask_QE.shape
     out = query_BKRD.new_empty(B, Q, K * (R // Q) * D)
     rows = min(MOST_ROWS, max(16, triton.next_power_of_2(R)))
     tiles = triton.cdiv(R, rows)
@@ -100,8 +100,8 @@ def cache_attention(
     partial = torch.empty(B * K, splits, R, D, dtype=torch.float32, device=out.device)
     peak, weight = torch.empty(2, B * K, splits, R, dtype=torch.float32, device=out.device)
     _split_attention[(B * K, splits, tiles)](
-        query_BKRD, key_BKSD, value_BKSD, start_B, mask_QQ, partial, peak, weight, scale * 1.4426950408889634,
-        key_BKSD.shape[2], key_BKSD.stride(0), K, R, Q, splits, D=D, ROWS=rows, KEYS=KEYS, num_warps=4,
+        query_BKRD, key_BKSD, value_BKSD, start_B, mask_QE, partial, peak, weight, scale * 1.4426950408889634,
+        key_BKSD.shape[2], key_BKSD.stride(0), K, R, Q, E, splits, D=D, ROWS=rows, KEYS=KEYS, num_warps=4,
     )  # fmt: skip
     _join_attention[(B * K, R)](
         partial, peak, weight, out, K, R, Q, splits, D=D, SPLITS=triton.next_power_of_2(splits), num_warps=1
@@ -116,14 +116,14 @@ def processors(device: torch.device) -> int:
 
 @triton.jit
 def _split_attention(
-    query, key, value, start, mask, partial, peak, weight, scale, S, cache_stride, K, R, Q, splits,
+    query, key, value, start, mask, partial, peak, weight, scale, S, cache_stride, K, R, Q, E, splits,
     D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     pair, split = tl.program_id(0), tl.program_id(1)
     b, k = pair // K, pair % K
     first = tl.load(start + b).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(first + Q, splits), KEYS) * KEYS
-    lowest, highest = split * share, tl.minimum((split + 1) * share, first + Q)
+    share = tl.cdiv(tl.cdiv(first + E, splits), KEYS) * KEYS
+    lowest, highest = split * share, tl.minimum((split + 1) * share, first + E)
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     columns, keys = tl.arange(0, D), tl.arange(0, KEYS)
     q = tl.load(query + (pair * R + rows[:, None]) * D + columns, rows[:, None] < R, 0.0)
@@ -137,7 +137,7 @@ def _split_attention(
         k_block = tl.load(key + base + slot[:, None] * D + columns, live[:, None], 0.0)
         scores = tl.dot(q, tl.trans(k_block), input_precision="ieee") * scale
         own = slot - first
-        among = tl.load(mask + (rows % Q)[:, None] * Q + own[None, :], (live & (own >= 0))[None, :], 0)
+        among = tl.load(mask + (rows % Q)[:, None] * E + own[None, :], (live & (own >= 0))[None, :], 0)
         scores = tl.where((live & (own < 0))[None, :] | (among != 0), scores, -1.0e30)
         higher = tl.maximum(high, tl.max(scores, 1))
         # a row that sees none of these keys keeps weight 0

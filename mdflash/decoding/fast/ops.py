@@ -1,6 +1,7 @@
 """The small operations between a decoder layer's matrix products, in plain PyTorch; kernels.py holds their Triton twins.
 
-B requests · Q query rows of a request, in slots start..start+Q-1 · H query heads, K key/value heads, G = H/K · D head
+B requests · Q query rows of a request, in slots start..start+Q-1 · E slots of its own behind the context, its rows' the last
+· H query heads, K key/value heads, G = H/K · D head
 width · S cache slots (slot = position) · C channels. Each function mirrors what transformers' Qwen3 and Llama compute, its
 roundings included.
 """
@@ -45,14 +46,14 @@ def rotated(x_BQHD: Tensor, cos_BQD: Tensor, sin_BQD: Tensor) -> Tensor:
 
 
 def cache_attention(
-    query_BKRD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, start_B: Tensor, mask_QQ: Tensor, scale: float
+    query_BKRD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, start_B: Tensor, mask_QE: Tensor, scale: float
 ) -> Tensor:
     """Attention of rows R = G·Q over the slots: row i of a request sees slots 0..start-1, and slot start+j where mask[i, j]
     (int8). Returns [B, Q, H·D]."""
     B, K, R, D = query_BKRD.shape
-    Q = len(mask_QQ)
+    Q, E = mask_QE.shape
     own = torch.arange(key_BKSD.shape[2], device=start_B.device) - start_B[:, None]
-    among_rows = mask_QQ.bool()[:, own.clamp(0, Q - 1)].transpose(0, 1) & (own < Q)[:, None]
+    among_rows = mask_QE.bool()[:, own.clamp(0, E - 1)].transpose(0, 1) & (own < E)[:, None]
     visible = torch.where((own < 0)[:, None], True, among_rows).repeat(1, R // Q, 1)
     out = F.scaled_dot_product_attention(query_BKRD, key_BKSD, value_BKSD, attn_mask=visible[:, None], scale=scale)
     return out.view(B, K, -1, Q, D).permute(0, 3, 1, 2, 4).reshape(B, Q, -1)

@@ -1,0 +1,249 @@
+"""Greedy decoding replayed on answers that are known already: which drafts every round would have made, without caches,
+links or kernels. An independent check of the decoders, and a quick way to measure many settings.
+
+    python -m eval.offline --config recipes/NAME.yaml --output FILE.json [--taps '[0,3,4]'] [--guesses '[0,4]']
+
+decodes the recipe's benchmarks autoregressively once (greedy), replays DSpark, its checkpoint untuned in DPara mode and the
+M-DFlash drafter under every pair of taps and guesses on those answers, and writes each one's acceptance length and its share of
+DSpark's.
+
+Under greedy decoding a round's outcome follows from the answer alone: r is how far the draft agrees with it. What the next
+draft sees (features < p, the accepted tokens, what is in flight of them, the bonus where it was guessed) is read off the
+answer's own pass. Shape legend: mdflash/drafter/tree.py.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mdflash import MDFlashModel, RequestResult, Target, decode, load_drafter
+from mdflash.chat import Chat
+from mdflash.decoding.drafter_runner import guess_bonuses
+from mdflash.decoding.types import Round
+from mdflash.drafter import Layout, Rows
+from mdflash.drafter.sampling import Sampling
+from mdflash.recipe import Recipe, Stage, read_recipe
+
+from .benchmarks import load
+from .run import checkpoint, load_recipe_target, provenance
+from .statistics import Record, summarise, tau_ratio
+
+BEYOND_THE_END = -1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a round's draft may know. serial: every feature and the bonus (DSpark). in_flight_taps, guesses: see `Deployment`.
+    bonus_known: an oracle that always guesses right."""
+
+    serial: bool = False
+    in_flight_taps: int = 0
+    guesses: int = 0
+    bonus_known: bool = False
+
+
+@torch.no_grad()
+def replay(
+    target: Target, drafter: MDFlashModel, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]],
+    settings: Sequence[Setting],
+) -> list[list[list[Round]]]:  # fmt: skip
+    """The rounds of every setting and text (all texts at once). answers: greedy ones, the prefill's token first; target and
+    drafter are on one device."""
+    return [Texts(target, drafter, prompts, answers).rounds(setting) for setting in settings]
+
+
+class Texts:
+    """The answers' ids and projected features, and where each text stands."""
+
+    def __init__(
+        self, target: Target, drafter: MDFlashModel, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    ):
+        self.drafter, d, device = drafter, drafter.draft_length, target.device
+        texts = [torch.tensor([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
+        self.begin = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        self.end = torch.tensor([len(text) for text in texts], device=device)
+        ids = pad_sequence(texts, batch_first=True).to(device)
+        self.features = target.features(ids, drafter.config.target_layer_ids).to(drafter.dtype)
+        self.context = drafter.project_context(self.features, torch.arange(ids.shape[1], device=device).expand_as(ids))
+        behind = torch.arange(ids.shape[1] + d + 2, device=device)
+        padded = torch.nn.functional.pad(ids, (0, d + 2))
+        self.ids = torch.where(behind < self.end[:, None], padded, BEYOND_THE_END)
+
+    def rounds(self, setting: Setting) -> list[list[Round]]:
+        """Every text's rounds."""
+        d, found = self.drafter.draft_length, [[] for _ in self.ids]
+        p, row = self.begin, torch.arange(len(self.ids), device=self.ids.device)
+        draft, guessed, cold = self._serial(p), torch.zeros_like(p, dtype=torch.bool), True
+        while (going := p + 1 < self.end).any():
+            truth = self.ids[row[:, None], (p[:, None] + torch.arange(1, d + 2, device=p.device)).clamp(max=self._last)]
+            accepted = (draft == truth[:, :d]).long().cumprod(1).sum(1)
+            bonus, after = truth[row, accepted], p + accepted + 1
+            committed = torch.minimum(accepted + 1, self.end - 1 - p)
+            told = zip(*(x.tolist() for x in (going, accepted, draft, bonus, committed, guessed)), strict=True)
+            for rounds, (live, r, proposed, b, count, hit) in zip(found, told, strict=True):
+                if live:
+                    rounds.append(Round(r, tuple(proposed), b, count, cold_start=cold, guessed=hit))
+            block = torch.cat([self.ids[row, p.clamp(max=self._last)][:, None], draft], 1)
+            if setting.serial:
+                draft = self._serial(after)
+            else:
+                draft, guessed = self._branch(setting, p, block, accepted, bonus.clamp(min=0))
+            p, cold = torch.where(going, after, p), False
+        return found
+
+    @property
+    def _last(self) -> int:
+        return self.ids.shape[1] - 1
+
+    def _serial(self, p: Tensor) -> Tensor:
+        """The k = 0 window at p, its first token known."""
+        row = torch.arange(len(p), device=p.device)
+        first = self.ids[row, p.clamp(max=self._last)].clamp(min=0)
+        rows, hidden = self._pass(Layout.serial(self.drafter.draft_length), p, first[:, None, None][..., :0], first, 0)
+        return self._draft(rows.branches(hidden)[:, 0, 0], first)
+
+    def _branch(
+        self, setting: Setting, p: Tensor, block: Tensor, accepted: Tensor, bonus: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Branch r of the tree at p, and whether its first slot carried the bonus."""
+        d, mask, row = (
+            self.drafter.draft_length,
+            self.drafter.config.mask_token_id,
+            torch.arange(len(p), device=p.device),
+        )
+        anchors, taps = block.clamp(min=0)[:, None], setting.in_flight_taps
+        knows = torch.full_like(p, setting.bonus_known, dtype=torch.bool)
+        if setting.guesses:
+            spine = self._pass(Layout.anchors(d), p, anchors, None, taps)[1]
+            guesses = guess_bonuses(self.drafter, spine, block.clamp(min=0), setting.guesses)
+            knows = (guesses[row, accepted] == bonus[:, None]).any(-1)
+        first = torch.full((len(p), d + 1), mask, device=p.device)
+        first[row, accepted] = torch.where(knows, bonus, mask)
+        rows, hidden = self._pass(Layout.tree(d), p, anchors, first, taps)
+        return self._draft(rows.branches(hidden)[row, 0, accepted], bonus), knows
+
+    def _pass(self, layout: Layout, p: Tensor, anchors: Tensor, first: Tensor | None, taps: int) -> tuple[Rows, Tensor]:
+        """One tree a text at p."""
+        first = None if first is None else first.view(len(p), 1, -1)
+        ids = layout.token_ids(anchors, self.drafter.config.mask_token_id, first)
+        rows = Rows.build(layout, p[:, None], ids, taps_BN=torch.full_like(p, taps)[:, None] if taps else None)
+        context = self.drafter.with_in_flight(self.context, self.features, rows) if taps else self.context
+        return rows, self.drafter.forward_rows(rows, context, self.drafter.mask(rows, self.features.shape[1]))
+
+    def _draft(self, hidden: Tensor, bonus: Tensor) -> Tensor:
+        logits = self.drafter.lm_head(hidden)
+        return self.drafter.head.draft(logits, bonus, hidden, None, Sampling())[0]
+
+
+def comparable(rounds: Sequence[Round]) -> list[Round]:
+    """Rounds without what lies past the answer's end, which a replay cannot know: the last one's r and bonus."""
+    last = replace(rounds[-1], accepted=rounds[-1].committed, bonus=-1) if rounds else None
+    return [*rounds[:-1], last] if rounds else []
+
+
+def main(args: list[str] | None = None) -> dict:
+    """Replay the grid, rewriting the output file after every benchmark's part; returns what it holds."""
+    recipe, values = read_recipe(args, __doc__.splitlines()[0], extra=arguments)
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    target = load_recipe_target(recipe, device)
+    kinds = grid(values.taps, values.guesses)
+    drafters = {
+        stage: load_drafter(
+            checkpoint(recipe, stage, str(values.config[-1])), recipe.eval.dtype or recipe.target.dtype, device
+        )
+        for stage in dict.fromkeys(stage for stage, _ in kinds.values())
+    }
+    records: dict[str, list[Record]] = {name: [] for name in kinds}
+    for benchmark in recipe.eval.benchmarks:
+        ids, prompts, answers = answered(recipe, target, benchmark, device)
+        for stage, drafter in drafters.items():
+            texts = Texts(target, drafter, prompts, answers)
+            for name, (reads, setting) in kinds.items():
+                if reads == stage:
+                    found = zip(ids, prompts, answers, texts.rounds(setting), strict=True)
+                    records[name] += [record(name, benchmark, *one) for one in found]
+    made = provenance("eval.offline", args) | {"recipe": recipe.name, "requests": len(records["dspark"]), "replays": {}}
+    for name, (_, setting) in kinds.items():
+        made["replays"][name] = asdict(setting) | figures(records[name], records["dspark"], recipe)
+    Path(values.output).parent.mkdir(parents=True, exist_ok=True)
+    Path(values.output).write_text(json.dumps(made, indent=1) + "\n")
+    for name, found in made["replays"].items():
+        share = found["share_of_dspark"]["value"]
+        print(f"{name:32} tau {found['tau_macro']:.3f}  share {share:.3f}  guessed {found['hit_rate']:.2f}", flush=True)
+    return made
+
+
+def arguments(parser) -> None:
+    """What this command adds to a recipe's."""
+    parser.add_argument("--output", type=str, required=True, help="JSON file that the figures are written to")
+    parser.add_argument("--taps", type=list[int], default=[0], help="counts of taps in flight to replay")
+    parser.add_argument(
+        "--guesses", type=list[int], default=[0], help="counts of guessed bonuses to replay; -1 knows it"
+    )
+
+
+def grid(taps: Sequence[int], guesses: Sequence[int]) -> dict[str, tuple[Stage, Setting]]:
+    """The replays by name: which stage's drafter under which setting."""
+    kinds: dict[str, tuple[Stage, Setting]] = {
+        "dspark": ("dspark", Setting(serial=True)),
+        "dpara-untuned": ("dspark", Setting()),
+        "mdflash-serial": ("mdflash", Setting(serial=True)),
+    }
+    for count in taps:
+        for guess in guesses:
+            known = guess < 0
+            name = f"dpara taps={count} " + ("bonus known" if known else f"guesses={guess}")
+            kinds[name] = "mdflash", Setting(False, count, max(guess, 0), known)
+    return kinds
+
+
+def answered(
+    recipe: Recipe, target: Target, benchmark: str, device: str
+) -> tuple[list[str], list[list[int]], list[Sequence[int]]]:
+    """Ids, prompts and the target's own greedy answers of a benchmark's requests."""
+    rows, settings = load(benchmark, recipe.eval.folder, recipe.eval.requests), recipe.eval
+    chat = Chat(target.tokenizer, target.stop_ids, recipe.target.thinking)
+    prompts = [chat.prompt([{"role": "user", "content": row.turns[0]}]) for row in rows]
+    given = {"max_new_tokens": settings.max_new_tokens, "devices": device, "batch_size": settings.batch_size}
+    results = decode(target, None, prompts, "autoregressive", **given)
+    return [row.id for row in rows], prompts, [result.token_ids for result in results]
+
+
+def record(
+    method: str, benchmark: str, row_id: str, prompt: list[int], answer: Sequence[int], rounds: list[Round]
+) -> Record:
+    """A replay as the statistics take it; it has no times."""
+    return Record.of(
+        method, benchmark, row_id, RequestResult(tuple(answer), "stop", tuple(rounds), len(prompt), 0.0, 0.0)
+    )
+
+
+def figures(records: list[Record], dspark: list[Record], recipe: Recipe) -> dict:
+    """Acceptance lengths, the share of DSpark's, guesses that were right, and what a round commits by how many drafts the
+    round before accepted (its branch)."""
+    seed, found = recipe.eval.seed, summarise(records, None, recipe.eval.seed)
+    drafted = found["rounds"] - found["cold_starts"]
+    after: dict[int, list[int]] = {}
+    for one in records:
+        for r, committed in zip(one.accepted[:-1], one.committed[1:], strict=True):
+            after.setdefault(r, []).append(committed)
+    names = ("tau_pooled", "tau_ci95", "tau_macro", "tau_macro_ci95", "positions")
+    return {
+        **{name: found[name] for name in names},
+        "benchmarks": {
+            name: summarise([x for x in records if x.benchmark == name], None, seed)["tau_pooled"]
+            for name in recipe.eval.benchmarks
+        },
+        "share_of_dspark": tau_ratio(records, dspark, seed),
+        "hit_rate": round(found["guessed_rounds"] / drafted, 4) if drafted else 0.0,
+        "tau_after_r": {r: round(sum(after[r]) / len(after[r]), 3) for r in sorted(after)},
+    }
+
+
+if __name__ == "__main__":
+    main()
