@@ -7,8 +7,9 @@ PORT ?= $(shell $(PYTHON) -c "import socket; s = socket.socket(); s.bind(('', 0)
 BIN := $(abspath $(VENV))/bin
 export PATH := $(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM := false
+EARLY := --config recipes/variants/early.yaml
 .DEFAULT_GOAL := help
-.PHONY: help setup demo pipeline answers bootstrap train eval-acceptance export push bench bench-training test lint
+.PHONY: help setup demo pipeline study replay answers bootstrap train eval-acceptance export push bench bench-training test lint
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -28,6 +29,14 @@ demo: setup  ## the whole pipeline on a tiny model, CPU only, no downloads: abou
 	$(MAKE) pipeline CONFIG=recipes/tiny.yaml
 
 pipeline: answers bootstrap train eval-acceptance  ## answers, DSpark bootstrap, M-DFlash finetune and evaluation of CONFIG
+
+study: setup  ## the study on SmolLM2-135M: pipeline, a second finetune for drafting early, acceptance of every schedule
+	$(MAKE) pipeline CONFIG=recipes/smollm2.yaml
+	$(MAKE) train CONFIG=recipes/smollm2.yaml ARGS="$(EARLY) $(ARGS)"
+	$(MAKE) replay CONFIG=recipes/smollm2.yaml ARGS="$(EARLY) --taps [0,3,4] --guesses [0,1,2,4,-1] $(ARGS)"
+
+replay: setup  ## replay greedy decoding of CONFIG's drafters offline: acceptance length under many settings
+	python -m eval.offline --config $(CONFIG) --output results/offline_$(basename $(notdir $(CONFIG))).json $(ARGS)
 
 answers: setup  ## let the target of CONFIG answer the prompts
 	python -m data.answers --config $(CONFIG) $(ARGS)

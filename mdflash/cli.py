@@ -355,7 +355,7 @@ def push(args: list[str]) -> None:
 
 def export_dir(recipe: "Recipe") -> Path:
     """Where a recipe's exported drafter lies."""
-    return recipe.run_dir / "export"
+    return recipe.run_dir / f"export{recipe.suffix}"
 
 
 def show_sample(args: list[str]) -> None:

@@ -261,8 +261,9 @@ class EvalSection:
         runner: eager (the reference), fast (fused weights, kernels, CUDA graphs), or auto: fast on GPUs where it fits.
         lm_head: DPara's LM head over all branches, the selected one, or auto.
         head_device: DPara's heads on the drafter's or the target's device.
-        in_flight_taps: `dpara` drafts behind so many of the verify pass's taps, with their features; 0 is the paper's.
-        bonus_guesses: bonuses that `dpara` guesses for every acceptance boundary; 0 is the paper's.
+        in_flight_taps: `dpara` drafts behind so many of the verify pass's taps, with their features; 0 is the paper's, auto
+            measures it.
+        bonus_guesses: bonuses that `dpara` guesses for every acceptance boundary; 0 is the paper's, auto measures it.
         dtype: null takes target.dtype.
         seed: seed of sampled answers and of the bootstrap.
         output: results folder; null is results/NAME.
@@ -281,8 +282,8 @@ class EvalSection:
     runner: Literal["auto", "eager", "fast"] = "auto"
     lm_head: Literal["auto", "all", "selected"] = "auto"
     head_device: Literal["drafter", "target"] = "drafter"
-    in_flight_taps: int = 0
-    bonus_guesses: int = 0
+    in_flight_taps: int | Literal["auto"] = 0
+    bonus_guesses: int | Literal["auto"] = 0
     dtype: str | None = None
     seed: int = 0
     output: str | None = None
@@ -294,6 +295,7 @@ class Recipe:
 
     Args:
         name: names runs/NAME (answers, checkpoints) and results/NAME (evaluation).
+        variant: another finetune of the same answers and DSpark drafter: runs/NAME/mdflash-VARIANT, results/NAME-VARIANT.
         stage: the training stage to run.
         target: the frozen target.
         data: prompts and answers.
@@ -304,6 +306,7 @@ class Recipe:
     """
 
     name: str = ""
+    variant: str = ""
     stage: Stage = "mdflash"
     target: TargetSection = field(default_factory=TargetSection)
     data: DataSection = field(default_factory=DataSection)
@@ -314,6 +317,7 @@ class Recipe:
 
     def __post_init__(self):
         require(bool(self.name) and "/" not in self.name, "name", self.name, "give the recipe a plain name")
+        require("/" not in self.variant, "variant", self.variant, "use a plain name, or none")
         require(bool(self.target.path), "target.path", self.target.path, "name the target's folder or hub id")
         beyond = {name: getattr(self.dspark, name) for name in BEYOND if getattr(self.dspark, name) != BEYOND[name]}
         rule = "a bootstrap trains serial windows alone; set it in mdflash"
@@ -333,12 +337,18 @@ class Recipe:
 
     @property
     def results_dir(self) -> Path:
-        """eval.output, or results/NAME."""
-        return Path(self.eval.output or f"results/{self.name}")
+        """eval.output, or results/NAME (NAME-VARIANT)."""
+        return Path(self.eval.output or f"results/{self.name}{self.suffix}")
 
     def stage_dir(self, stage: Stage | None = None) -> Path:
         """The folder a stage writes its checkpoints and its finished drafter to."""
-        return self.run_dir / (stage or self.stage)
+        stage = stage or self.stage
+        return self.run_dir / (stage + (self.suffix if stage == "mdflash" else ""))
+
+    @property
+    def suffix(self) -> str:
+        """What the variant adds to a folder's name."""
+        return f"-{self.variant}" if self.variant else ""
 
     def settings(self) -> StageSection:
         """The running stage's section; a dflash bootstrap uses dspark's."""

@@ -25,6 +25,18 @@ def test_overrides_reach_their_section():
     assert recipe.mdflash.learning_rate != 1e-4
 
 
+def test_a_variant_is_a_finetune_beside_the_others():
+    early = str(Path(TINY).parent / "variants" / "early.yaml")
+    recipe, _ = read_recipe(["--config", TINY, "--config", early])
+    plain, _ = read_recipe(["--config", TINY])
+    assert recipe.stage_dir() == plain.stage_dir().with_name("mdflash-early")
+    assert recipe.results_dir == plain.results_dir.with_name(f"{plain.name}-early")
+    assert recipe.answers_file == plain.answers_file
+    assert recipe.base_drafter == plain.base_drafter
+    assert recipe.mdflash.in_flight_taps == [0, 1, 2, 3, 4]
+    assert recipe.mdflash.learning_rate == plain.mdflash.learning_rate
+
+
 def test_adapters_are_off_unless_named():
     assert read_recipe(["--config", TINY])[0].mdflash.lora is None
     recipe, _ = read_recipe(["--config", TINY, "--mdflash.lora.r", "8"])
@@ -50,6 +62,13 @@ def test_adapters_are_off_unless_named():
         (["--mdflash.lora.r", "0"], "lora.r=0"),
         (["--mdflash.lora", "{rank: 8}"], "rank"),
         (["--dspark.lora", "{r: 8}"], "set mdflash.lora"),
+        (["--dspark.known_bonus", "0.5"], "dspark.known_bonus"),
+        (["--mdflash.in_flight_taps", "[1, 1]"], "in_flight_taps=[1, 1]"),
+        (["--mdflash.in_flight_taps", "[]"], "in_flight_taps=[]"),
+        (["--mdflash.known_bonus", "1.5"], "known_bonus=1.5"),
+        (["--mdflash.spine_loss", "-1"], "spine_loss=-1"),
+        (["--variant", "a/b"], "variant='a/b'"),
+        (["--eval.in_flight_taps", "some"], "in_flight_taps"),
     ],
 )
 def test_faults_are_named(arguments, message, capsys):

@@ -12,6 +12,7 @@ from ..target import Target
 from ..target.target import share_weights
 from .remote import parse_address
 
+AUTO = "auto"
 ALL_LOGITS_ROWS = 448  # tree rows up to which the LM head over all of them hides behind the verify pass (lm_head: auto)
 
 
@@ -28,7 +29,7 @@ class Deployment:
     a fast verify pass (see FastTargetRunner).
     in_flight_taps, bonus_guesses: DPara starts precompute behind so many of the verify pass's taps, with their features of the
     block's tokens, and guesses so many bonuses for every acceptance boundary; they change which drafts are made, never
-    the answer's distribution.
+    the answer's distribution. "auto" measures them at start-up (tuning.py).
     """
 
     runner: str = "auto"
@@ -39,8 +40,8 @@ class Deployment:
     lag: int | None = None
     drafter_address: str | None = None
     tap_events: bool = False
-    in_flight_taps: int = 0
-    bonus_guesses: int = 0
+    in_flight_taps: int | str = 0
+    bonus_guesses: int | str = 0
 
     def __post_init__(self):
         choices = {
@@ -57,8 +58,13 @@ class Deployment:
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
             raise ValueError(f"drafter_timeout_s={self.timeout_s!r}: use a positive number of seconds")
         for name in ("in_flight_taps", "bonus_guesses"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}: use 0 for none, or a positive integer")
+            value = getattr(self, name)
+            if value != AUTO and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise ValueError(f"{name}={value!r}: use 0 for none, a positive integer, or 'auto'")
+        if self.drafter_address is not None and AUTO in (self.in_flight_taps, self.bonus_guesses):
+            raise ValueError(
+                f"drafter_address={self.drafter_address!r}: 'auto' does not measure over it; state both settings"
+            )
         if self.drafter_address is not None:
             parse_address(self.drafter_address)
 

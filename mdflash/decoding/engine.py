@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from .deployment import Deployment, place
 from .mailbox import Arrival, Outcome
 from .requests import Prompt, Request, Stopping, check_prompts, check_types, prompt_ids
 from .schedule import Schedule
+from .tuning import settle
 from .types import RequestResult, Round
 
 OnRound = Callable[[int, "Request"], None]
@@ -44,8 +46,8 @@ def decode(
     lm_head: str = "auto",
     head_device: str = "drafter",
     drafter_address: str | None = None,
-    in_flight_taps: int = 0,
-    bonus_guesses: int = 0,
+    in_flight_taps: int | str = 0,
+    bonus_guesses: int | str = 0,
 ) -> list[RequestResult]:
     """Answer every prompt with one schedule; results come in the prompts' order.
 
@@ -89,7 +91,8 @@ def decode(
         with grouped_attention(target.model), current:  # kernels are launched on the current device
             batch = min(batch_size, len(requests))
             tokens = max(len(request.prompt) for request in requests) + max_new_tokens
-            schedule = build_schedule(method, target, drafter, sampling, batch, tokens, deployment)
+            build = partial(build_schedule, method, target, drafter, sampling, batch, tokens)
+            schedule = build(settle(deployment, drafter, build) if method == "dpara" else deployment)
             try:
                 schedule.warm_up()
                 run(

@@ -1,0 +1,72 @@
+"""`auto` for taps in flight and guessed bonuses: every pair is timed at start-up, most expected tokens per ms win.
+
+A later tap and more guesses raise the acceptance length and shorten or fill the window in which the drafting side works; where
+it no longer hides, the measured step says so.
+"""
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import torch
+
+from ..drafter import MDFlashModel
+from .deployment import AUTO, Deployment
+from .schedule import Schedule
+
+GUESSES, ROUNDS = (0, 1, 2, 4), 12
+
+# Share of serial DSpark's acceptance length, by how far into the target's layers the latest tap in flight lies and by guessed
+# bonuses (docs/method.md#beyond-the-paper, SmolLM2-135M-Instruct); between two depths the shares are interpolated.
+SHARES = (
+    (0.0, {0: 0.82, 1: 0.86, 2: 0.87, 4: 0.88}),
+    (0.53, {0: 0.856, 1: 0.905, 2: 0.916, 4: 0.926}),
+    (0.77, {0: 0.893, 1: 0.942, 2: 0.954, 4: 0.966}),
+)
+
+Build = Callable[[Deployment], Schedule]
+
+
+def settle(deployment: Deployment, drafter: MDFlashModel, build: Build) -> Deployment:
+    """The deployment with every `auto` of the two settings measured away. build makes the schedule of a deployment. A drafter
+    that was not trained for one of them keeps it at 0."""
+    trained = (drafter.config.mdflash_config or {}).get("beyond_the_paper", {})
+    most = min(max(trained.get("in_flight_taps", [0])), len(drafter.config.target_layer_ids) - 1)
+    taps, guesses = deployment.in_flight_taps, deployment.bonus_guesses
+    taps = range(most + 1) if taps == AUTO else (taps,)
+    guesses = (GUESSES if trained.get("known_bonus") else (0,)) if guesses == AUTO else (guesses,)
+    pairs = [replace(deployment, in_flight_taps=t, bonus_guesses=f) for t, f in product(taps, guesses)]
+    return (
+        max(pairs, key=lambda pair: expected_share(drafter, pair) / step_s(build(pair))) if len(pairs) > 1 else pairs[0]
+    )
+
+
+def expected_share(drafter: MDFlashModel, deployment: Deployment) -> float:
+    """Of DSpark's acceptance length, under this deployment."""
+    count, config = deployment.in_flight_taps, drafter.config
+    depth = (config.target_layer_ids[count - 1] + 1) / config.num_target_layers if count else 0.0
+    depths = [at for at, _ in SHARES]
+    guesses = max(f for f in GUESSES if f <= deployment.bonus_guesses)
+    upper = min(bisect_right(depths, depth), len(SHARES) - 1)
+    (low, shares), (high, more) = SHARES[upper - 1], SHARES[upper]
+    part = min(1.0, (depth - low) / (high - low))
+    return shares[guesses] + part * (more[guesses] - shares[guesses])
+
+
+def step_s(schedule: Schedule) -> float:
+    """Seconds a round takes with nothing committed; closes the schedule."""
+    try:
+        schedule.warm_up()
+        schedule.block = schedule.block.within(schedule.n + 1)
+        for _ in range(2):  # the first warms up
+            began = time.perf_counter()
+            for _ in range(ROUNDS):
+                schedule.step()
+                schedule.block = schedule.block.within(schedule.n + 1)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize(schedule.target.target.device)
+        return (time.perf_counter() - began) / ROUNDS
+    finally:
+        schedule.close()
