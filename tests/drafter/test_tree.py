@@ -1,12 +1,14 @@
 """Who sees whom: hand-computed rows, dense against FlexAttention, branches against single windows, perturbations."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from mdflash.drafter import Layout, Rows
 from mdflash.drafter.backbone import attend
-from mdflash.drafter.tree import dense_mask, flex_mask
+from mdflash.drafter.tree import dense_mask, flex_mask, in_flight_columns
 
 
 def rows_of(layout: Layout, starts, mask_token=9) -> Rows:
@@ -63,14 +65,18 @@ def test_token_ids_first_slot():
 
 
 @pytest.mark.parametrize("starts", [[[1]], [[0, 3], [17, 130]], [[127, 128], [129, 64]]])
-@pytest.mark.parametrize("layout", [Layout.tree(3), Layout.serial(7), Layout(2, (2,), 5)])
-def test_dense_equals_flex(layout, starts):
+@pytest.mark.parametrize("layout", [Layout.tree(3), Layout.serial(7), Layout(2, (2,), 5), Layout.tree(2, 2)])
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_dense_equals_flex(layout, starts, in_flight):
     rows = rows_of(layout, starts)
+    if in_flight:
+        taps = torch.arange(rows.ids.numel()).view_as(rows.ids) // layout.rows % 2  # every other tree
+        rows = replace(rows, taps=taps)
     context_length, heads, kv_heads, width = 131, 4, 2, 16
     B, R = rows.ids.shape
     torch.manual_seed(0)
     query = torch.randn(B, heads, R, width)
-    key, value = torch.randn(2, B, kv_heads, context_length + R, width)
+    key, value = torch.randn(2, B, kv_heads, context_length + in_flight_columns(rows) + R, width)
     dense = attend(query, key, value, dense_mask(rows, context_length))
     flex = attend(query, key, value, flex_mask(rows, context_length))
     torch.testing.assert_close(dense, flex, atol=1e-5, rtol=1e-5)

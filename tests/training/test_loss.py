@@ -237,8 +237,9 @@ def test_bf16_loss_is_near_float64():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("in_flight", [False, True])
 @pytest.mark.parametrize("layout", [Layout.tree(3), Layout.serial(3)], ids=["tree", "serial"])
-def test_flex_equals_dense_on_a_gpu(layout):
+def test_flex_equals_dense_on_a_gpu(layout, in_flight):
     """Hidden states and gradients of features and weights at awkward context lengths; the first tree starts at 0, so that
     its rows see no context at all, the compiled layers included."""
     target = make_target(hidden=64)
@@ -251,7 +252,8 @@ def test_flex_equals_dense_on_a_gpu(layout):
             start = torch.tensor([[0, length // 3, length - 1, length]]).cuda()
             anchors = torch.randint(97, (1, 4, layout.spine), generator=generator).cuda()
             first = torch.randint(97, (1, 4, 1), generator=generator).cuda() if not layout.spine else None
-            rows = Rows.build(layout, start, layout.token_ids(anchors, 3, first))
+            taps = torch.tensor([[0, 1, 2, 3]]).cuda() if in_flight else None
+            rows = Rows.build(layout, start, layout.token_ids(anchors, 3, first), taps_BN=taps)
             features = torch.randn(1, length, drafter.feature_width, generator=generator).cuda().requires_grad_()
             found = []
             for drafter.attention in ("dense", "flex"):
