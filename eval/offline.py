@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mdflash import MDFlashModel, RequestResult, Target, decode, load_drafter
 from mdflash.chat import Chat
-from mdflash.decoding.drafter_runner import guess_bonuses
+from mdflash.decoding.drafter_runner import alternatives_as_guesses, guess_bonuses
 from mdflash.decoding.types import Round
 from mdflash.drafter import Layout, Rows
 from mdflash.drafter.sampling import Sampling
@@ -38,13 +38,15 @@ BEYOND_THE_END = -1
 
 @dataclass(frozen=True)
 class Setting:
-    """What a round's draft may know. serial: every feature and the bonus (DSpark). in_flight_taps, guesses: see `Deployment`.
+    """What a round's draft may know. serial: every feature and the bonus (DSpark). in_flight_taps, guesses (its
+    `bonus_guesses`), guess_source: see `Deployment`.
     bonus_known: an oracle that always guesses right."""
 
     serial: bool = False
     in_flight_taps: int = 0
     guesses: int = 0
     bonus_known: bool = False
+    guess_source: str = "spine"
 
 
 @torch.no_grad()
@@ -78,7 +80,8 @@ class Texts:
         """Every text's rounds."""
         d, found = self.drafter.draft_length, [[] for _ in self.ids]
         p, row = self.begin, torch.arange(len(self.ids), device=self.ids.device)
-        draft, guessed, cold = self._serial(p), torch.zeros_like(p, dtype=torch.bool), True
+        draft, others = self._serial(p, setting)
+        guessed, cold = torch.zeros_like(p, dtype=torch.bool), True
         while (going := p + 1 < self.end).any():
             truth = self.ids[row[:, None], (p[:, None] + torch.arange(1, d + 2, device=p.device)).clamp(max=self._last)]
             accepted = (draft == truth[:, :d]).long().cumprod(1).sum(1)
@@ -90,9 +93,9 @@ class Texts:
                     rounds.append(Round(r, tuple(proposed), b, count, cold_start=cold, guessed=hit))
             block = torch.cat([self.ids[row, p.clamp(max=self._last)][:, None], draft], 1)
             if setting.serial:
-                draft = self._serial(after)
+                draft, others = self._serial(after, setting)
             else:
-                draft, guessed = self._branch(setting, p, block, accepted, bonus.clamp(min=0))
+                draft, others, guessed = self._branch(setting, p, block, others, accepted, bonus.clamp(min=0))
             p, cold = torch.where(going, after, p), False
         return found
 
@@ -100,17 +103,18 @@ class Texts:
     def _last(self) -> int:
         return self.ids.shape[1] - 1
 
-    def _serial(self, p: Tensor) -> Tensor:
-        """The k = 0 window at p, its first token known."""
+    def _serial(self, p: Tensor, setting: Setting) -> tuple[Tensor, Tensor | None]:
+        """The k = 0 window at p, its first token known: its draft and that one's alternatives."""
         row = torch.arange(len(p), device=p.device)
         first = self.ids[row, p.clamp(max=self._last)].clamp(min=0)
         rows, hidden = self._pass(Layout.serial(self.drafter.draft_length), p, first[:, None, None][..., :0], first, 0)
-        return self._draft(rows.branches(hidden)[:, 0, 0], first)
+        return self._draft(rows.branches(hidden)[:, 0, 0], first, setting)
 
     def _branch(
-        self, setting: Setting, p: Tensor, block: Tensor, accepted: Tensor, bonus: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Branch r of the tree at p, and whether its first slot carried the bonus."""
+        self, setting: Setting, p: Tensor, block: Tensor, others: Tensor | None, accepted: Tensor, bonus: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The draft of branch r of the tree at p, its alternatives, and whether its first slot carried the bonus. others: the
+        alternatives of the block's own draft."""
         d, mask, row = (
             self.drafter.draft_length,
             self.drafter.config.mask_token_id,
@@ -118,14 +122,16 @@ class Texts:
         )
         anchors, taps = block.clamp(min=0)[:, None], setting.in_flight_taps
         knows = torch.full_like(p, setting.bonus_known, dtype=torch.bool)
-        if setting.guesses:
+        if others is not None:
+            knows = (alternatives_as_guesses(others, mask)[row, accepted] == bonus[:, None]).any(-1)
+        elif setting.guesses:
             spine = self._pass(Layout.anchors(d), p, anchors, None, taps)[1]
             guesses = guess_bonuses(self.drafter, spine, block.clamp(min=0), setting.guesses)
             knows = (guesses[row, accepted] == bonus[:, None]).any(-1)
         first = torch.full((len(p), d + 1), mask, device=p.device)
         first[row, accepted] = torch.where(knows, bonus, mask)
         rows, hidden = self._pass(Layout.tree(d), p, anchors, first, taps)
-        return self._draft(rows.branches(hidden)[row, 0, accepted], bonus), knows
+        return *self._draft(rows.branches(hidden)[row, 0, accepted], bonus, setting), knows
 
     def _pass(self, layout: Layout, p: Tensor, anchors: Tensor, first: Tensor | None, taps: int) -> tuple[Rows, Tensor]:
         """One tree a text at p."""
@@ -135,9 +141,12 @@ class Texts:
         context = self.drafter.with_in_flight(self.context, self.features, rows) if taps else self.context
         return rows, self.drafter.forward_rows(rows, context, self.drafter.mask(rows, self.features.shape[1]))
 
-    def _draft(self, hidden: Tensor, bonus: Tensor) -> Tensor:
-        logits = self.drafter.lm_head(hidden)
-        return self.drafter.head.draft(logits, bonus, hidden, None, Sampling())[0]
+    def _draft(self, hidden: Tensor, bonus: Tensor, setting: Setting) -> tuple[Tensor, Tensor | None]:
+        named = setting.guesses if setting.guess_source == "draft" else 0
+        tokens, _, others = self.drafter.head.draft(
+            self.drafter.lm_head(hidden), bonus, hidden, None, Sampling(), named
+        )
+        return tokens, others
 
 
 def comparable(rounds: Sequence[Round]) -> list[Round]:
@@ -151,7 +160,7 @@ def main(args: list[str] | None = None) -> dict:
     recipe, values = read_recipe(args, __doc__.splitlines()[0], extra=arguments)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     target = load_recipe_target(recipe, device)
-    kinds = grid(values.taps, values.guesses)
+    kinds = grid(values.taps, values.guesses, values.guess_source)
     drafters = {
         stage: load_drafter(
             checkpoint(recipe, stage, str(values.config[-1])), recipe.eval.dtype or recipe.target.dtype, device
@@ -182,12 +191,13 @@ def arguments(parser) -> None:
     """What this command adds to a recipe's."""
     parser.add_argument("--output", type=str, required=True, help="JSON file that the figures are written to")
     parser.add_argument("--taps", type=list[int], default=[0], help="counts of taps in flight to replay")
+    parser.add_argument("--guess_source", type=str, default="spine", help="where guesses come from: spine or draft")
     parser.add_argument(
         "--guesses", type=list[int], default=[0], help="counts of guessed bonuses to replay; -1 knows it"
     )
 
 
-def grid(taps: Sequence[int], guesses: Sequence[int]) -> dict[str, tuple[Stage, Setting]]:
+def grid(taps: Sequence[int], guesses: Sequence[int], source: str = "spine") -> dict[str, tuple[Stage, Setting]]:
     """The replays by name: which stage's drafter under which setting."""
     kinds: dict[str, tuple[Stage, Setting]] = {
         "dspark": ("dspark", Setting(serial=True)),
@@ -198,7 +208,7 @@ def grid(taps: Sequence[int], guesses: Sequence[int]) -> dict[str, tuple[Stage, 
         for guess in guesses:
             known = guess < 0
             name = f"dpara taps={count} " + ("bonus known" if known else f"guesses={guess}")
-            kinds[name] = "mdflash", Setting(False, count, max(guess, 0), known)
+            kinds[name] = "mdflash", Setting(False, count, max(guess, 0), known, source)
     return kinds
 
 

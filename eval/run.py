@@ -130,7 +130,12 @@ def check_settings(recipe: Recipe) -> None:
 
 def deployment_settings(settings: EvalSection, method: str) -> dict:
     """How a method decodes; what goes beyond the paper is for the finished drafter alone."""
-    names = ["runner", "lm_head", "head_device", *(["in_flight_taps", "bonus_guesses"] if method == "dpara" else [])]
+    names = [
+        "runner",
+        "lm_head",
+        "head_device",
+        *(["in_flight_taps", "bonus_guesses", "guess_source"] if method == "dpara" else []),
+    ]
     return {name: getattr(settings, name) for name in names}
 
 

@@ -25,6 +25,7 @@ DECODING = (
     "head_device",
     "in_flight_taps",
     "bonus_guesses",
+    "guess_source",
 )  # what `generate` takes from a recipe
 
 

@@ -264,6 +264,7 @@ class EvalSection:
         in_flight_taps: `dpara` drafts behind so many of the verify pass's taps, with their features; 0 is the paper's, auto
             measures it.
         bonus_guesses: bonuses that `dpara` guesses for every acceptance boundary; 0 is the paper's, auto measures it.
+        guess_source: the guesses come from the tree's spine (a pass of its own before the tree) or from the last draft.
         dtype: null takes target.dtype.
         seed: seed of sampled answers and of the bootstrap.
         output: results folder; null is results/NAME.
@@ -284,6 +285,7 @@ class EvalSection:
     head_device: Literal["drafter", "target"] = "drafter"
     in_flight_taps: int | Literal["auto"] = 0
     bonus_guesses: int | Literal["auto"] = 0
+    guess_source: Literal["spine", "draft"] = "spine"
     dtype: str | None = None
     seed: int = 0
     output: str | None = None

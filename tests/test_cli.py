@@ -116,7 +116,7 @@ def test_generate_passes_its_options_on(recipe, monkeypatch, capsys):
         "prompts": ["x"], "method": "dpara", "max_new_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": 4,
         "seed": 3, "stop_strings": ["END", "\n\n"], "thinking": True, "devices": "cpu",
         "drafter_address": "127.0.0.1:29600", "runner": "auto", "lm_head": "auto", "head_device": "drafter",
-        "in_flight_taps": 0, "bonus_guesses": 0,
+        "in_flight_taps": 0, "bonus_guesses": 0, "guess_source": "spine",
     }  # fmt: skip
     assert "1 tokens, τ -, - tokens/s, finish reason length" in capsys.readouterr().err
 

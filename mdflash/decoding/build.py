@@ -51,6 +51,7 @@ def build_schedule(
     settings = {
         "runner": runner, "batch": batch, "slots": slots, "graphs": deployment.graphs, "guesses": guesses,
         "all_logits": deployment.all_logits(batch * (d + 1) * (1 + guesses) * d), "in_flight": in_flight,
+        "alternatives": guesses if deployment.guess_source == "draft" else 0,
     }  # fmt: skip
     if method != "dpara":
         side = build_side(drafter, sampling, **settings)
@@ -64,22 +65,23 @@ def build_schedule(
         side, there = build_side(drafter, sampling, **settings), drafter.norm.weight.device
         link = make_link(side, target.device, there, deployment.timeout_s)
     if not beside:
-        return DPara(target_runner, d, noise, link, guesses=settings["guesses"])
+        return DPara(target_runner, d, noise, link, None, guesses, settings["alternatives"])
     near = there == target.device
     heads = (drafter.lm_head, drafter.head) if near else heads_for(target, drafter)
-    head_runner = RUNNERS[runner][2](*heads, sampling, **(extra | {"near": near} if extra else {}))
-    return DPara(target_runner, d, noise, link, Here(DraftingSide(None, head_runner)), settings["guesses"])
+    named = settings["alternatives"]
+    head_runner = RUNNERS[runner][2](*heads, sampling, named, **(extra | {"near": near} if extra else {}))
+    return DPara(target_runner, d, noise, link, Here(DraftingSide(None, head_runner)), guesses, named)
 
 
 def build_side(
     drafter: MDFlashModel, sampling: Sampling, runner: str, batch: int, slots: int, all_logits: bool, graphs: bool,
-    in_flight: int = 0, guesses: int = 0, backbone_only: bool = False,
+    in_flight: int = 0, guesses: int = 0, alternatives: int = 0, backbone_only: bool = False,
 ) -> DraftingSide:  # fmt: skip
     """The drafting side on the drafter's device."""
     extra = {"graphs": graphs} if runner == "fast" else {}
     flying = {"in_flight": in_flight} if runner == "fast" else {}
     _, on_drafter, on_heads = RUNNERS[runner]
-    head = None if backbone_only else on_heads(drafter.lm_head, drafter.head, sampling, **extra)
+    head = None if backbone_only else on_heads(drafter.lm_head, drafter.head, sampling, alternatives, **extra)
     return DraftingSide(on_drafter(drafter, batch, slots, all_logits, guesses, **flying, **extra), head)
 
 

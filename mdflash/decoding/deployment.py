@@ -29,7 +29,8 @@ class Deployment:
     a fast verify pass (see FastTargetRunner).
     in_flight_taps, bonus_guesses: DPara starts precompute behind so many of the verify pass's taps, with their features of the
     block's tokens, and guesses so many bonuses for every acceptance boundary; they change which drafts are made, never
-    the answer's distribution. "auto" measures them at start-up (tuning.py).
+    the answer's distribution. "auto" measures them at start-up (tuning.py). guess_source: the guesses are the "spine"'s own
+    predictions (a pass before the tree), or the last "draft"'s alternatives (no pass; none for r = d).
     """
 
     runner: str = "auto"
@@ -42,12 +43,14 @@ class Deployment:
     tap_events: bool = False
     in_flight_taps: int | str = 0
     bonus_guesses: int | str = 0
+    guess_source: str = "spine"
 
     def __post_init__(self):
         choices = {
             "runner": ("auto", "eager", "fast"),
             "lm_head": ("all", "selected", "auto"),
             "head_device": ("drafter", "target"),
+            "guess_source": ("spine", "draft"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -12,13 +12,14 @@ class DPara(Schedule):
     """Only the head stays on the critical path: T_step = max(T_verify, T_precompute) + T_head.
 
     link: to the drafting side. heads: to the side with the heads, the same link unless they sit with the target. guesses:
-    bonuses that the drafting side guesses for every r.
+    bonuses that are guessed for every r; alternatives: those of them that are the last draft's own.
     """
 
     def __init__(
-        self, target: TargetRunner, d: int, noise: Noise, link: Link, heads: Link | None = None, guesses: int = 0
-    ):
-        self.guesses = guesses
+        self, target: TargetRunner, d: int, noise: Noise, link: Link, heads: Link | None = None, guesses: int = 0,
+        alternatives: int = 0,
+    ):  # fmt: skip
+        self.guesses, self.alternatives = guesses, alternatives
         super().__init__(target, d, noise)
         self.link, self.heads, self.apart = link, heads or link, heads is not None
         self.branches: Pending | None = None  # of the block under verification
@@ -30,7 +31,7 @@ class DPara(Schedule):
 
         # 1. precompute starts on the drafting side: branches for every r, features < p and what is in flight of t_0..t_d
         def precompute(in_flight: Tensor | None, after: object) -> None:
-            given = tokens, block.start, block.limit, in_flight
+            given = tokens, block.start, block.limit, in_flight, block.draft.alternatives
             self.branches = self.link.submit("tree", *given, home=self.apart, after=after)
 
         # 2. meanwhile the target verifies the same block: r, b, features of t_0..t_d

@@ -78,14 +78,22 @@ class DrafterRunner:
         return self._backbone(Layout.serial(self.d), start_B, anchors, first_B[:, None, None], limit, rows)[:, 0]
 
     @torch.no_grad()
-    def tree(self, tokens_Bn: Tensor, start_B: Tensor, limit: int, in_flight_BnF: Tensor | None = None) -> Branches:
+    def tree(
+        self, tokens_Bn: Tensor, start_B: Tensor, limit: int, in_flight_BnF: Tensor | None = None,
+        alternatives_BdF: Tensor | None = None,
+    ) -> Branches:  # fmt: skip
         """The DPara tree on t_0..t_d [B, d+1]: branches for every r, before r is known. in_flight [B, d+1, ·]: features of
-        t_0..t_d, of the earliest taps alone. Guessed bonuses take a pass of the spine first."""
+        t_0..t_d, of the earliest taps alone. Guessed bonuses are the alternatives of t_1..t_d, or take a pass of the spine
+        first."""
         given, guesses, first = (limit, None, in_flight_BnF), None, None
-        if self.guesses:
+        mask = self.drafter.config.mask_token_id
+        if alternatives_BdF is not None:
+            guesses = alternatives_as_guesses(alternatives_BdF, mask)
+        elif self.guesses:
             spine = self._rows_pass(Layout.anchors(self.d), start_B, tokens_Bn[:, None], None, *given)[1]
             guesses = guess_bonuses(self.drafter, spine, tokens_Bn, self.guesses)
-            first = first_slots(guesses, self.drafter.config.mask_token_id)[:, None]
+        if guesses is not None:
+            first = first_slots(guesses, mask)[:, None]
         hidden = self._backbone(Layout.tree(self.d, self.guesses), start_B, tokens_Bn[:, None], first, *given)
         return Branches(hidden, self.drafter.lm_head(hidden) if self.all_logits else None, guesses)
 
@@ -129,6 +137,12 @@ def guess_bonuses(drafter: MDFlashModel, spine_BnC: Tensor, tokens_Bn: Tensor, c
     logits_BnV = drafter.lm_head(spine_BnC).float() + drafter.head.bias(code)
     logits_BnV[:, :-1].scatter_(2, tokens_Bn[:, 1:, None], float("-inf"))
     return logits_BnV.topk(count, dim=-1).indices
+
+
+def alternatives_as_guesses(alternatives_BdF: Tensor, mask_token_id: int) -> Tensor:
+    """For every r < d what else t_{r+1} might have been; for r = d nothing: the mask token, which is no bonus. [B, d+1, F]."""
+    B, _, F = alternatives_BdF.shape
+    return torch.cat([alternatives_BdF, alternatives_BdF.new_full((B, 1, F), mask_token_id)], dim=1)
 
 
 def first_slots(guesses_BnF: Tensor, mask_token_id: int) -> Tensor:

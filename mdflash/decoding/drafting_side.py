@@ -25,9 +25,9 @@ class DraftingSide:
         """See HeadRunner.window."""
         return self.head.cold_window(hidden, first, noise)
 
-    def tree(self, tokens: Tensor, start: Tensor, limit: int, in_flight: Tensor | None) -> Branches:
+    def tree(self, *given) -> Branches:
         """See DrafterRunner.tree."""
-        return self.drafter.tree(tokens, start, limit, in_flight)
+        return self.drafter.tree(*given)
 
     def draft(self, branches: Branches, outcome: Tensor, noise: Tensor | None) -> tuple[Draft, bool]:
         """The next block's draft, and whether a backbone pass had to start after the barrier for it: a fallback."""

@@ -48,6 +48,7 @@ def decode(
     drafter_address: str | None = None,
     in_flight_taps: int | str = 0,
     bonus_guesses: int | str = 0,
+    guess_source: str = "spine",
 ) -> list[RequestResult]:
     """Answer every prompt with one schedule; results come in the prompts' order.
 
@@ -58,7 +59,7 @@ def decode(
     seed: request i draws from its own generator keyed by (seed, i): its tokens do not depend on its batch.
     stop_strings: the answer ends with the token that completes one. on_round(request index, request) after the prefill and
     after every round, for streaming. runner, lm_head, head_device, drafter_timeout_s, drafter_address, in_flight_taps,
-    bonus_guesses: see `Deployment`; "fast" is for Qwen3's and Llama's layers.
+    bonus_guesses, guess_source: see `Deployment`; "fast" is for Qwen3's and Llama's layers.
     Raises ValueError for inputs that break a rule, before anything runs.
     """
     check_types(prompts, stop_ids, stop_strings, max_new_tokens=max_new_tokens, batch_size=batch_size, top_k=top_k)
@@ -67,7 +68,7 @@ def decode(
     check_method(method, drafter)
     deployment = Deployment(
         runner, lm_head, head_device, drafter_timeout_s, drafter_address=drafter_address, in_flight_taps=in_flight_taps,
-        bonus_guesses=bonus_guesses,
+        bonus_guesses=bonus_guesses, guess_source=guess_source,
     )  # fmt: skip
     if drafter_address is not None and method != "dpara":
         raise ValueError(

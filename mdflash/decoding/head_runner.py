@@ -11,10 +11,11 @@ from .types import Draft
 
 
 class HeadRunner:
-    """Turns a window's hidden states into a draft, on the device that its modules live on."""
+    """Turns a window's hidden states into a draft, on the device that its modules live on. alternatives: how many of every
+    slot's other tokens the draft names."""
 
-    def __init__(self, lm_head: nn.Linear, markov_head: nn.Module, sampling: Sampling):
-        self.lm_head, self.markov_head, self.sampling = lm_head, markov_head, sampling
+    def __init__(self, lm_head: nn.Linear, markov_head: nn.Module, sampling: Sampling, alternatives: int = 0):
+        self.lm_head, self.markov_head, self.sampling, self.alternatives = lm_head, markov_head, sampling, alternatives
 
     @torch.no_grad()
     def window(self, hidden_BdC: Tensor, bonus_B: Tensor, noise_Bd: Tensor | None) -> Draft:
@@ -35,4 +36,6 @@ class HeadRunner:
         return draft if guessed_B is None else replace(draft, guessed=guessed_B.long())
 
     def _draft(self, logits_BdV: Tensor, hidden_BdC: Tensor, bonus_B: Tensor, noise_Bd: Tensor | None) -> Draft:
-        return Draft(*self.markov_head.draft(logits_BdV, bonus_B, hidden_BdC, noise_Bd, self.sampling))
+        given = logits_BdV, bonus_B, hidden_BdC, noise_Bd, self.sampling, self.alternatives
+        tokens, q, alternatives = self.markov_head.draft(*given)
+        return Draft(tokens, q, alternatives=alternatives)

@@ -53,7 +53,7 @@ class Schedule(ABC):
     pass after the barrier."""
 
     fell_back = False
-    guesses = 0  # bonuses guessed for every acceptance boundary
+    guesses, alternatives = 0, 0  # bonuses guessed for every acceptance boundary; those that a draft names itself
 
     def __init__(self, target: TargetRunner, n: int, noise: Noise):
         self.target, self.n, self.noise = target, n, noise
@@ -102,5 +102,7 @@ class Schedule(ABC):
         if self.n:
             V = self.target.target.config.vocab_size
             q = None if self.noise.greedy else torch.zeros(B, self.n, V, device=device)
-            draft = Draft(torch.zeros(B, self.n, dtype=torch.long, device=device), q, zero if self.guesses else None)
+            tokens, guessed = zero[:, None].expand(B, self.n).clone(), zero if self.guesses else None
+            others = tokens[..., None].expand(B, self.n, self.alternatives).clone() if self.alternatives else None
+            draft = Draft(tokens, q, guessed, others)
         return Block(zero, draft, zero, torch.zeros(B, dtype=torch.bool, device=device), 0)

@@ -9,19 +9,24 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Draft:
     """Drafted tokens [B, n] and q [B, n, V], the fp32 distributions they were drawn from; None when greedy (one-hot). guessed
-    [B]: whether the branch had the bonus in its first slot, as a guess; None where none are guessed."""
+    [B]: whether the branch had the bonus in its first slot, as a guess; None where none are guessed. alternatives [B, n, F]:
+    the likeliest others of every slot, where the next block's guesses are those."""
 
     tokens: Tensor
     q: Tensor | None = None
     guessed: Tensor | None = None
+    alternatives: Tensor | None = None
 
     def put(self, rows: list[int], other: "Draft") -> "Draft":
         """With another draft in these batch rows, which guessed nothing where it does not say."""
-        q = None if self.q is None else replaced(self.q, rows, other.q)
         guessed = self.guessed
         if guessed is not None:
             guessed = replaced(guessed, rows, guessed.new_zeros(len(rows)) if other.guessed is None else other.guessed)
-        return Draft(replaced(self.tokens, rows, other.tokens), q, guessed)
+        q, alternatives = (
+            mine if mine is None else replaced(mine, rows, theirs)
+            for mine, theirs in ((self.q, other.q), (self.alternatives, other.alternatives))
+        )
+        return Draft(replaced(self.tokens, rows, other.tokens), q, guessed, alternatives)
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,16 @@ class MarkovHead(nn.Module):
         return self.bias(self.codes(previous, hidden))
 
     def draft(
-        self, base_logits: Tensor, first_token: Tensor, hidden: Tensor | None, noise: Tensor | None, sampling: Sampling
-    ) -> tuple[Tensor, Tensor | None]:
+        self, base_logits: Tensor, first_token: Tensor, hidden: Tensor | None, noise: Tensor | None, sampling: Sampling,
+        alternatives: int = 0,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """d sequential steps from y_0. base_logits [B,d,V], first_token [B], hidden [B,d,C], noise [B,d] uniforms (unread when
         greedy).
 
-        Returns tokens [B,d] and q [B,d,V], the fp32 distributions the tokens were drawn from (None when greedy: one-hot).
+        Returns tokens [B,d], q [B,d,V], the fp32 distributions the tokens were drawn from (None when greedy: one-hot), and
+        the `alternatives` likeliest others of every slot [B,d,alternatives] (None for 0).
         """
-        previous, state, tokens, qs = first_token, self.start(first_token.shape, first_token), [], []
+        previous, state, tokens, qs, others = first_token, self.start(first_token.shape, first_token), [], [], []
         for i in range(base_logits.shape[1]):
             code, state = self.step(previous, None if hidden is None else hidden[:, i], state)
             logits = base_logits[:, i].float() + self.bias(code)
@@ -58,7 +60,9 @@ class MarkovHead(nn.Module):
                 qs.append(sampling.distribution(logits))
                 previous = draw(qs[-1], noise[:, i])
             tokens.append(previous)
-        return torch.stack(tokens, 1), torch.stack(qs, 1) if qs else None
+            if alternatives:
+                others.append(logits.scatter(1, previous[:, None], float("-inf")).topk(alternatives).indices)
+        return tuple(torch.stack(parts, 1) if parts else None for parts in (tokens, qs, others))
 
     def sample(
         self,
@@ -77,7 +81,7 @@ class MarkovHead(nn.Module):
             raise ValueError(f"{type(self).__name__} reads the slots' hidden states: pass hidden=[B,d,hidden]")
         device = generator.device if generator is not None else base_logits.device
         noise = torch.rand(base_logits.shape[:2], generator=generator, device=device).to(base_logits.device)
-        tokens, q = self.draft(base_logits, first_token, hidden, noise, Sampling(temperature))
+        tokens, q, _ = self.draft(base_logits, first_token, hidden, noise, Sampling(temperature))
         return tokens, one_hot(tokens, base_logits.shape[-1]).float() if q is None else q
 
 

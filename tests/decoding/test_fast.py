@@ -90,6 +90,7 @@ DRAFTING = [
     {"bonus_guesses": 2},
     {"in_flight_taps": 3, "bonus_guesses": 1, "lm_head": "all"},
     {"in_flight_taps": 1, "bonus_guesses": 4, "head_device": "target"},
+    {"in_flight_taps": 1, "bonus_guesses": 2, "guess_source": "draft"},
 ]
 
 
@@ -98,7 +99,9 @@ def same_everywhere(devices: str, method: str, temperature: float, head: str = "
     target = make()
     drafter = make_drafter(target, head=head)
     asked = dict(max_new_tokens=24, temperature=temperature, stop_ids=[5, 11], batch_size=3, seed=2)
-    asked |= {name: settings.pop(name) for name in ("in_flight_taps", "bonus_guesses") if name in settings}
+    asked |= {
+        name: settings.pop(name) for name in ("in_flight_taps", "bonus_guesses", "guess_source") if name in settings
+    }
     expected = decode(target, drafter, PROMPTS * 2, method, **asked)
     found = decode(target, drafter, PROMPTS * 2, method, devices=devices, **asked, **settings)
     assert [(r.token_ids, r.rounds) for r in found] == [(r.token_ids, r.rounds) for r in expected]
@@ -215,7 +218,7 @@ def test_greedy_steps_equal_their_definition(batch, rank, vocabulary, dtype):
     head = VanillaHead(vocabulary, rank, 4).to("cuda", dtype)
     logits = torch.randn(batch, 7, vocabulary, device="cuda", dtype=dtype)
     first = torch.randint(vocabulary, (batch, 3), device="cuda")[:, 1]  # a column, as a verdict's bonus is
-    expected, _ = head.draft(logits, first, None, None, Sampling())
+    expected, *_ = head.draft(logits, first, None, None, Sampling())
     found = greedy_draft(logits, first, head)
     if dtype == torch.float32:
         assert torch.equal(found, expected)

@@ -9,29 +9,31 @@ from mdflash import decode
 from mdflash.decoding.drafter_runner import Branches, first_slots, guess_bonuses
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 12, [10], list(range(20, 60))]
-BEYOND = [(1, 0), (3, 0), (0, 1), (0, 3), (2, 2)]
+BEYOND = [(1, 0, "spine"), (3, 0, "spine"), (0, 1, "spine"), (0, 3, "draft"), (2, 2, "spine"), (2, 2, "draft")]
 
 
-@pytest.mark.parametrize(("taps", "guesses"), BEYOND)
+@pytest.mark.parametrize(("taps", "guesses", "source"), BEYOND)
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
-def test_greedy_stays_token_exact(taps, guesses, head):
+def test_greedy_stays_token_exact(taps, guesses, source, head):
     target = make_target()
     drafter = make_drafter(target, head=head)
     asked = dict(max_new_tokens=24, stop_ids=[], batch_size=3, devices="cpu,cpu")
     expected = [r.token_ids for r in decode(target, drafter, PROMPTS, "autoregressive", **asked)]
     for extra in ({}, {"head_device": "target"}, {"lm_head": "all"}):
-        found = decode(target, drafter, PROMPTS, in_flight_taps=taps, bonus_guesses=guesses, **asked, **extra)
+        found = decode(
+            target, drafter, PROMPTS, in_flight_taps=taps, bonus_guesses=guesses, guess_source=source, **asked, **extra
+        )
         assert [r.token_ids for r in found] == expected
         assert not any(x.fallback for r in found for x in r.rounds)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("taps", "guesses"), BEYOND)
-def test_the_fast_runner_makes_the_same_rounds(taps, guesses, temperature):
+@pytest.mark.parametrize(("taps", "guesses", "source"), BEYOND)
+def test_the_fast_runner_makes_the_same_rounds(taps, guesses, source, temperature):
     target = make_target(hidden=64, head_dim=16)
     drafter = make_drafter(target)
     asked = dict(max_new_tokens=24, temperature=temperature, stop_ids=[5], batch_size=2, seed=5)
-    asked |= {"in_flight_taps": taps, "bonus_guesses": guesses}
+    asked |= {"in_flight_taps": taps, "bonus_guesses": guesses, "guess_source": source}
     runs = [decode(target, drafter, PROMPTS, runner=runner, **asked) for runner in ("eager", "fast")]
     assert [(r.token_ids, r.rounds) for r in runs[0]] == [(r.token_ids, r.rounds) for r in runs[1]]
 
@@ -45,15 +47,17 @@ def test_none_of_either_is_the_papers_decoder(target, drafter):
     assert not any(x.guessed for r in plain for x in r.rounds)
 
 
-@pytest.mark.parametrize(("taps", "guesses"), [(0, 0), *BEYOND])
-def test_live_rounds_equal_the_offline_replay(taps, guesses):
+@pytest.mark.parametrize(("taps", "guesses", "source"), [(0, 0, "spine"), *BEYOND])
+def test_live_rounds_equal_the_offline_replay(taps, guesses, source):
     """A cache-free replay on the answers makes the same drafts, guesses the same bonuses and accepts as much."""
     target = make_target()
     drafter = make_drafter(target)
     for method in ("dpara", "dspark"):
-        settings = {"in_flight_taps": taps, "bonus_guesses": guesses} if method == "dpara" else {}
+        settings = (
+            {"in_flight_taps": taps, "bonus_guesses": guesses, "guess_source": source} if method == "dpara" else {}
+        )
         live = decode(target, drafter, PROMPTS, method, 30, stop_ids=[], batch_size=3, **settings)
-        setting = Setting(serial=True) if method == "dspark" else Setting(False, taps, guesses)
+        setting = Setting(serial=True) if method == "dspark" else Setting(False, taps, guesses, guess_source=source)
         (found,) = replay(target, drafter, PROMPTS, [r.token_ids for r in live], [setting])
         for result, rounds in zip(live, found, strict=True):
             assert comparable(result.rounds) == comparable(rounds)

@@ -9,7 +9,7 @@ from ...drafter import Layout, MDFlashModel, Rows
 from ...drafter.tree import dense_mask
 from ...target import Target
 from ..acceptance import decide
-from ..drafter_runner import Branches, DrafterRunner, first_slots, guess_bonuses
+from ..drafter_runner import Branches, DrafterRunner, alternatives_as_guesses, first_slots, guess_bonuses
 from ..head_runner import HeadRunner
 from ..target_runner import Early, TargetRunner
 from ..types import Block, Draft, Verdict
@@ -87,9 +87,12 @@ class FastDrafterRunner(DrafterRunner):
         self.passes += 1
         return self.graphs["serial"](first_B, start_B)
 
-    def tree(self, tokens_Bn: Tensor, start_B: Tensor, limit: int, in_flight_BnF: Tensor | None = None) -> Branches:
-        self.passes += 1 + bool(self.guesses)
-        return Branches(*self.graphs["tree"](tokens_Bn, start_B, in_flight_BnF))
+    def tree(
+        self, tokens_Bn: Tensor, start_B: Tensor, limit: int, in_flight_BnF: Tensor | None = None,
+        alternatives_BdF: Tensor | None = None,
+    ) -> Branches:  # fmt: skip
+        self.passes += 1 + (self.guesses > 0 and alternatives_BdF is None)
+        return Branches(*self.graphs["tree"](tokens_Bn, start_B, in_flight_BnF, alternatives_BdF))
 
     def _append(self, features_BQF: Tensor, start_B: Tensor) -> None:
         """Features of the earliest taps alone are those whose later ones are zero."""
@@ -103,13 +106,18 @@ class FastDrafterRunner(DrafterRunner):
         anchors = first_B.new_empty(len(first_B), 1, 0)
         return self._pass("serial", start_B, anchors, first_B[:, None, None])[:, 0]
 
-    def _tree(self, tokens_Bn: Tensor, start_B: Tensor, in_flight_BnF: Tensor | None) -> tuple[Tensor | None, ...]:
-        anchors, guesses, first = tokens_Bn[:, None], None, None
+    def _tree(
+        self, tokens_Bn: Tensor, start_B: Tensor, in_flight_BnF: Tensor | None, alternatives_BdF: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        anchors, guesses, first, mask = tokens_Bn[:, None], None, None, self.drafter.config.mask_token_id
         if in_flight_BnF is not None:
             self._append(in_flight_BnF, start_B)
-        if self.guesses:
+        if alternatives_BdF is not None:
+            guesses = alternatives_as_guesses(alternatives_BdF, mask)
+        elif self.guesses:
             guesses = guess_bonuses(self.drafter, self._rows_of("spine", start_B, anchors), tokens_Bn, self.guesses)
-            first = first_slots(guesses, self.drafter.config.mask_token_id)[:, None]
+        if guesses is not None:
+            first = first_slots(guesses, mask)[:, None]
         hidden = self._pass("tree", start_B, anchors, first)
         return hidden, self.drafter.lm_head(hidden) if self.all_logits else None, guesses
 
@@ -139,7 +147,7 @@ class FastHeadRunner(HeadRunner):
 
     def __init__(self, *args, graphs: bool = True, near: bool = True):
         super().__init__(*args)
-        self.fused = self.sampling.greedy and is_fusible(self.markov_head)
+        self.fused = self.sampling.greedy and is_fusible(self.markov_head) and not self.alternatives
         self.graphs = {
             "window": Graphed(super().window, graphs),
             "branch": Graphed(self._branch, graphs, 3 if near else 0),
