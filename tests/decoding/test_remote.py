@@ -14,6 +14,10 @@ from mdflash.decoding.types import Draft
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 12, [10]]
 WIDE = {"hidden": 64, "head_dim": 16}
+BEYOND = [
+    {"in_flight_taps": 2, "bonus_guesses": 2},
+    {"in_flight_taps": 1, "bonus_guesses": 2, "guess_source": "draft", "head_device": "target"},
+]
 
 
 def free_address() -> str:
@@ -59,7 +63,8 @@ def same_as_here(device: str, target_device: str, *runs: dict) -> None:
     drafter, target, answers, _ = start(device, target_device, runs=list(runs))
     here = make_target(**WIDE)
     for asked in runs:
-        local = {name: value for name, value in asked.items() if name == "temperature"}
+        kept = ("temperature", "in_flight_taps", "bonus_guesses", "guess_source")
+        local = {name: value for name, value in asked.items() if name in kept}
         expected = decode(
             here, make_drafter(here), PROMPTS, "dpara", 24, stop_ids=[5, 11], batch_size=3, seed=2, **local
         )
@@ -70,13 +75,13 @@ def same_as_here(device: str, target_device: str, *runs: dict) -> None:
 
 
 def test_a_drafter_process_gives_the_same_tokens():
-    """Several runs over one connection, the heads on either side, greedy and sampled."""
-    same_as_here("cpu", "cpu", {}, {"temperature": 1.0}, {"head_device": "target"}, {"runner": "fast"})
+    """Several runs over one connection, the heads on either side, greedy and sampled, and beyond the paper."""
+    same_as_here("cpu", "cpu", {}, {"temperature": 1.0}, {"head_device": "target"}, {"runner": "fast"}, *BEYOND)
 
 
 @pytest.mark.gpu2
 def test_a_drafter_process_on_another_gpu():
-    same_as_here("cuda:1", "cuda:0", {}, {"temperature": 1.0}, {"head_device": "target"})
+    same_as_here("cuda:1", "cuda:0", {}, {"temperature": 1.0}, {"head_device": "target"}, *BEYOND)
 
 
 def test_a_killed_drafter_is_a_bounded_error_and_another_may_come():
