@@ -48,6 +48,8 @@ def build_schedule(
     if drafter is None:
         return Autoregressive(target_runner, noise)
     guesses = deployment.bonus_guesses if method == "dpara" else 0
+    if guesses >= target.config.vocab_size:
+        raise ValueError(f"bonus_guesses={guesses}: the vocabulary has {target.config.vocab_size} tokens; use a few")
     settings = {
         "runner": runner, "batch": batch, "slots": slots, "graphs": deployment.graphs, "guesses": guesses,
         "all_logits": deployment.all_logits(batch * (d + 1) * (1 + guesses) * d), "in_flight": in_flight,

@@ -110,10 +110,8 @@ class DrafterRunner:
         ids = layout.token_ids(anchors, self.drafter.config.mask_token_id, first)
         live = min(limit, self.context[0].key.shape[2])
         some = slice(None) if only is None else only
-        context, taps = (
-            [ContextKV(layer.key[some, :, :live], layer.value[some, :, :live]) for layer in self.context],
-            None,
-        )
+        context = [ContextKV(layer.key[some, :, :live], layer.value[some, :, :live]) for layer in self.context]
+        taps = None
         if in_flight_BnF is not None:
             flying, taps = self._in_flight(in_flight_BnF, start_B)
             context = [layer.then(more) for layer, more in zip(context, flying, strict=True)]

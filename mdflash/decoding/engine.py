@@ -93,7 +93,7 @@ def decode(
             batch = min(batch_size, len(requests))
             tokens = max(len(request.prompt) for request in requests) + max_new_tokens
             build = partial(build_schedule, method, target, drafter, sampling, batch, tokens)
-            schedule = build(settle(deployment, drafter, build) if method == "dpara" else deployment)
+            schedule = build(settle(deployment, drafter, batch, build) if method == "dpara" else deployment)
             try:
                 schedule.warm_up()
                 run(

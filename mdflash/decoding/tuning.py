@@ -4,11 +4,13 @@ A later tap and more guesses raise the acceptance length and shorten or fill the
 it no longer hides, the measured step says so.
 """
 
+import logging
 import time
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -29,9 +31,24 @@ SHARES = (
 Build = Callable[[Deployment], Schedule]
 
 
-def settle(deployment: Deployment, drafter: MDFlashModel, build: Build) -> Deployment:
-    """The deployment with every `auto` of the two settings measured away. build makes the schedule of a deployment. A drafter
-    that was not trained for one of them keeps it at 0."""
+SETTLED: WeakKeyDictionary[MDFlashModel, dict] = WeakKeyDictionary()  # what was measured, for further decodings
+
+
+def settle(deployment: Deployment, drafter: MDFlashModel, batch: int, build: Build) -> Deployment:
+    """The deployment with every `auto` of the two settings measured away, once for a drafter, its device and a batch size.
+    build makes the schedule of a deployment. A drafter that was not trained for one of them keeps it at 0."""
+    if AUTO not in (deployment.in_flight_taps, deployment.bonus_guesses):
+        return deployment
+    known, key = SETTLED.setdefault(drafter, {}), (deployment, drafter.norm.weight.device, batch)
+    if key not in known:
+        known[key] = measured(deployment, drafter, build)
+        chosen = known[key].in_flight_taps, known[key].bonus_guesses
+        logging.getLogger(__name__).info("batch %d: %d taps in flight, %d guessed bonuses", batch, *chosen)
+    return known[key]
+
+
+def measured(deployment: Deployment, drafter: MDFlashModel, build: Build) -> Deployment:
+    """The pair with most expected tokens per ms."""
     trained = (drafter.config.mdflash_config or {}).get("beyond_the_paper", {})
     most = min(max(trained.get("in_flight_taps", [0])), len(drafter.config.target_layer_ids) - 1)
     taps, guesses = deployment.in_flight_taps, deployment.bonus_guesses

@@ -17,11 +17,11 @@ SAMPLES, BATCH = 200_000, 25_000
 def stub(drafter, right: int):
     """Make the head draft the counting target's own continuation for the first `right` slots, and miss after."""
 
-    def draft(base_logits, first_token, hidden, noise, sampling):
+    def draft(base_logits, first_token, hidden, noise, sampling, alternatives=0):
         d, vocab = base_logits.shape[1:]
         steps = torch.arange(1, d + 1)
         tokens = (first_token[:, None] + steps + (steps > right)) % vocab
-        return tokens, torch.nn.functional.one_hot(tokens, vocab).float()
+        return tokens, torch.nn.functional.one_hot(tokens, vocab).float(), None
 
     drafter.markov_head.draft = draft
     return drafter

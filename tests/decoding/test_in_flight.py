@@ -99,7 +99,12 @@ def test_right_guesses_are_reported(target, drafter):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"in_flight_taps": 9}, "has 3 taps"), ({"in_flight_taps": -1}, "use 0"), ({"bonus_guesses": 1.5}, "use 0")],
+    [
+        ({"bonus_guesses": 97}, "97 tokens"),
+        ({"in_flight_taps": 9}, "has 3 taps"),
+        ({"in_flight_taps": -1}, "use 0"),
+        ({"bonus_guesses": 1.5}, "use 0"),
+    ],
 )
 def test_bad_settings_are_refused(target, drafter, settings, message):
     with pytest.raises(ValueError, match=message):

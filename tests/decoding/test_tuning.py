@@ -22,7 +22,7 @@ def chosen(monkeypatch, steps, beyond=BEYOND, taps=AUTO, guesses=AUTO):
     """The pair that `settle` picks when a step takes steps(taps, guesses)."""
     monkeypatch.setattr(tuning, "step_s", lambda pair: steps(pair.in_flight_taps, pair.bonus_guesses))
     asked = Deployment(in_flight_taps=taps, bonus_guesses=guesses)
-    found = tuning.settle(asked, drafter_trained_for(beyond), build=lambda pair: pair)
+    found = tuning.settle(asked, drafter_trained_for(beyond), 1, build=lambda pair: pair)
     return found.in_flight_taps, found.bonus_guesses
 
 
@@ -43,6 +43,15 @@ def test_a_stated_setting_stays_and_an_untrained_one_is_off(monkeypatch):
         1,
         0,
     )
+
+
+def test_a_batch_size_is_measured_once(monkeypatch):
+    timed = []
+    monkeypatch.setattr(tuning, "step_s", lambda pair: timed.append(pair) or 1.0)
+    drafter, asked = drafter_trained_for(BEYOND), Deployment(in_flight_taps=AUTO)
+    for batch, pairs in ((1, 3), (1, 3), (8, 6)):
+        assert tuning.settle(asked, drafter, batch, build=lambda pair: pair).in_flight_taps == 2
+        assert len(timed) == pairs
 
 
 def test_shares_between_the_measured_depths():
