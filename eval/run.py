@@ -130,13 +130,8 @@ def check_settings(recipe: Recipe) -> None:
 
 def deployment_settings(settings: EvalSection, method: str) -> dict:
     """How a method decodes; what goes beyond the paper is for the finished drafter alone."""
-    names = [
-        "runner",
-        "lm_head",
-        "head_device",
-        *(["in_flight_taps", "bonus_guesses", "guess_source"] if method == "dpara" else []),
-    ]
-    return {name: getattr(settings, name) for name in names}
+    beyond = {} if method == "dpara" else {"in_flight_taps": 0, "bonus_guesses": 0}
+    return settings.deployment | beyond
 
 
 def load_drafters(recipe: Recipe, config_file: str, devices: str) -> dict[Stage, MDFlashModel]:

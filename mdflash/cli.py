@@ -19,14 +19,6 @@ if TYPE_CHECKING:
     from .recipe import Recipe
 
 TRAINER = Path("recipes/train_mdflash.py")
-DECODING = (
-    "runner",
-    "lm_head",
-    "head_device",
-    "in_flight_taps",
-    "bonus_guesses",
-    "guess_source",
-)  # what `generate` takes from a recipe
 
 
 class Parser(argparse.ArgumentParser):
@@ -136,7 +128,7 @@ def generate(args: list[str]) -> None:
             thinking=own.thinking,
             on_round=stream.on_round,
             drafter_address=own.drafter_address,
-            **({name: getattr(recipe.eval, name) for name in DECODING} if recipe else {}),
+            **(recipe.eval.deployment if recipe else {}),
         )
     print(f"{figures(result)}, finish reason {result.finish_reason}", file=sys.stderr)
 

@@ -290,6 +290,12 @@ class EvalSection:
     seed: int = 0
     output: str | None = None
 
+    @property
+    def deployment(self) -> dict:
+        """How `decode` lays itself out, by its arguments' names."""
+        names = ("runner", "lm_head", "head_device", "in_flight_taps", "bonus_guesses", "guess_source")
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass
 class Recipe:

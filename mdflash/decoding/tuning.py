@@ -82,8 +82,8 @@ def step_s(schedule: Schedule) -> float:
             for _ in range(ROUNDS):
                 schedule.step()
                 schedule.block = schedule.block.within(schedule.n + 1)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize(schedule.target.target.device)
+            if schedule.block.start.is_cuda:
+                torch.cuda.synchronize(schedule.block.start.device)
         return (time.perf_counter() - began) / ROUNDS
     finally:
         schedule.close()
