@@ -5,7 +5,7 @@ links or kernels. An independent check of the decoders, and a quick way to measu
 
 decodes the recipe's benchmarks autoregressively once (greedy), replays DSpark, its checkpoint untuned in DPara mode and the
 M-DFlash drafter under every pair of taps and guesses on those answers, and writes each one's acceptance length and its share of
-DSpark's.
+DSpark's. `--variants '[a,b]'` replays several finetunes; `--live 20` decodes that many requests live and counts equal ones.
 
 Under greedy decoding a round's outcome follows from the answer alone: r is how far the draft agrees with it. What the next
 draft sees (features < p, the accepted tokens, what is in flight of them, the bonus where it was guessed) is read off the
@@ -15,6 +15,7 @@ answer's own pass. Shape legend: mdflash/drafter/tree.py.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from mdflash.decoding.drafter_runner import alternatives_as_guesses, guess_bonus
 from mdflash.decoding.types import Round
 from mdflash.drafter import Layout, Rows
 from mdflash.drafter.sampling import Sampling
-from mdflash.recipe import Recipe, Stage, read_recipe
+from mdflash.recipe import EvalSection, Recipe, Stage, read_recipe
 
 from .benchmarks import load
 from .run import checkpoint, load_recipe_target, provenance
@@ -156,34 +157,40 @@ def comparable(rounds: Sequence[Round]) -> list[Round]:
 
 
 def main(args: list[str] | None = None) -> dict:
-    """Replay the grid, rewriting the output file after every benchmark's part; returns what it holds."""
+    """Replay the grid; returns what the output file holds."""
     recipe, values = read_recipe(args, __doc__.splitlines()[0], extra=arguments)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    target = load_recipe_target(recipe, device)
-    kinds = grid(values.taps, values.guesses, values.guess_source)
-    drafters = {
-        stage: load_drafter(
-            checkpoint(recipe, stage, str(values.config[-1])), recipe.eval.dtype or recipe.target.dtype, device
-        )
-        for stage in dict.fromkeys(stage for stage, _ in kinds.values())
+    kinds = grid(values.variants, values.taps, values.guesses, values.guess_source)
+    config_file, dtype = str(values.config[-1]), recipe.eval.dtype or recipe.target.dtype
+    folders = {
+        name: checkpoint(recipe if variant is None else replace(recipe, variant=variant), stage, config_file)
+        for name, (stage, variant, _) in kinds.items()
     }
-    records: dict[str, list[Record]] = {name: [] for name in kinds}
-    for benchmark in recipe.eval.benchmarks:
-        ids, prompts, answers = answered(recipe, target, benchmark, device)
-        for stage, drafter in drafters.items():
-            texts = Texts(target, drafter, prompts, answers)
-            for name, (reads, setting) in kinds.items():
-                if reads == stage:
-                    found = zip(ids, prompts, answers, texts.rounds(setting), strict=True)
-                    records[name] += [record(name, benchmark, *one) for one in found]
-    made = provenance("eval.offline", args) | {"recipe": recipe.name, "requests": len(records["dspark"]), "replays": {}}
-    for name, (_, setting) in kinds.items():
-        made["replays"][name] = asdict(setting) | figures(records[name], records["dspark"], recipe)
-    Path(values.output).parent.mkdir(parents=True, exist_ok=True)
-    Path(values.output).write_text(json.dumps(made, indent=1) + "\n")
-    for name, found in made["replays"].items():
+    target = load_recipe_target(recipe, device)
+    asked, prompts = questions(recipe, target)
+    answers = greedy_answers(target, prompts, recipe.eval, device)
+    records: dict[str, list[Record]] = {}
+    live: dict[str, dict] = {}
+    for folder in dict.fromkeys(folders.values()):
+        drafter = load_drafter(folder, dtype, device)
+        settings = {name: kinds[name][2] for name in kinds if folders[name] == folder}
+        records |= replayed(target, drafter, asked, prompts, answers, settings, values.at_once)
+        if values.live:
+            live |= {
+                name: live_agreement(
+                    target, drafter, prompts[:: len(prompts) // values.live][: values.live], setting, recipe.eval
+                )
+                for name, setting in settings.items()
+                if not setting.bonus_known
+            }
+    made = provenance("eval.offline", args) | {"recipe": recipe.name, "requests": len(asked), "replays": {}}
+    for name, (_, _, setting) in kinds.items():
+        found = asdict(setting) | figures(records[name], records["dspark"], recipe)
+        made["replays"][name] = found | ({"live": live[name]} if name in live else {})
         share = found["share_of_dspark"]["value"]
         print(f"{name:32} tau {found['tau_macro']:.3f}  share {share:.3f}  guessed {found['hit_rate']:.2f}", flush=True)
+    Path(values.output).parent.mkdir(parents=True, exist_ok=True)
+    Path(values.output).write_text(json.dumps(made, indent=1) + "\n")
     return made
 
 
@@ -191,37 +198,78 @@ def arguments(parser) -> None:
     """What this command adds to a recipe's."""
     parser.add_argument("--output", type=str, required=True, help="JSON file that the figures are written to")
     parser.add_argument("--taps", type=list[int], default=[0], help="counts of taps in flight to replay")
-    parser.add_argument("--guess_source", type=str, default="spine", help="where guesses come from: spine or draft")
     parser.add_argument(
         "--guesses", type=list[int], default=[0], help="counts of guessed bonuses to replay; -1 knows it"
     )
+    parser.add_argument("--guess_source", type=str, default="spine", help="where guesses come from: spine or draft")
+    parser.add_argument("--variants", type=list[str], default=[], help="finetunes to replay; else the recipe's variant")
+    parser.add_argument("--live", type=int, default=0, help="decode so many requests live too and compare the rounds")
+    parser.add_argument("--at_once", type=int, default=1024, help="texts replayed at once; bounded by memory")
 
 
-def grid(taps: Sequence[int], guesses: Sequence[int], source: str = "spine") -> dict[str, tuple[Stage, Setting]]:
-    """The replays by name: which stage's drafter under which setting."""
-    kinds: dict[str, tuple[Stage, Setting]] = {
-        "dspark": ("dspark", Setting(serial=True)),
-        "dpara-untuned": ("dspark", Setting()),
-        "mdflash-serial": ("mdflash", Setting(serial=True)),
+def grid(
+    variants: Sequence[str], taps: Sequence[int], guesses: Sequence[int], source: str = "spine"
+) -> dict[str, tuple[Stage, str | None, Setting]]:
+    """The replays by name: whose drafter (a stage's; of a variant, None for the recipe's) under which setting."""
+    kinds: dict[str, tuple[Stage, str | None, Setting]] = {
+        "dspark": ("dspark", None, Setting(serial=True)),
+        "dpara-untuned": ("dspark", None, Setting()),
     }
-    for count in taps:
-        for guess in guesses:
-            known = guess < 0
-            name = f"dpara taps={count} " + ("bonus known" if known else f"guesses={guess}")
-            kinds[name] = "mdflash", Setting(False, count, max(guess, 0), known, source)
+    for variant in variants or [None]:
+        prefix = "" if variant is None else f"{variant}: "
+        kinds[f"{prefix}mdflash-serial"] = "mdflash", variant, Setting(serial=True)
+        for count, guess in product(taps, guesses):
+            known = "bonus known" if guess < 0 else f"guesses={guess}"
+            setting = Setting(False, count, max(guess, 0), guess < 0, source)
+            kinds[f"{prefix}dpara taps={count} {known}"] = "mdflash", variant, setting
     return kinds
 
 
-def answered(
-    recipe: Recipe, target: Target, benchmark: str, device: str
-) -> tuple[list[str], list[list[int]], list[Sequence[int]]]:
-    """Ids, prompts and the target's own greedy answers of a benchmark's requests."""
-    rows, settings = load(benchmark, recipe.eval.folder, recipe.eval.requests), recipe.eval
+def questions(recipe: Recipe, target: Target) -> tuple[list[tuple[str, str]], list[list[int]]]:
+    """(benchmark, row id) and prompt of every request, benchmarks in order."""
     chat = Chat(target.tokenizer, target.stop_ids, recipe.target.thinking)
-    prompts = [chat.prompt([{"role": "user", "content": row.turns[0]}]) for row in rows]
+    rows = [
+        (name, row) for name in recipe.eval.benchmarks for row in load(name, recipe.eval.folder, recipe.eval.requests)
+    ]
+    prompts = [chat.prompt([{"role": "user", "content": row.turns[0]}]) for _, row in rows]
+    return [(name, row.id) for name, row in rows], prompts
+
+
+def greedy_answers(target: Target, prompts: list[list[int]], settings: EvalSection, device: str) -> list[Sequence[int]]:
+    """The target's own answers."""
     given = {"max_new_tokens": settings.max_new_tokens, "devices": device, "batch_size": settings.batch_size}
-    results = decode(target, None, prompts, "autoregressive", **given)
-    return [row.id for row in rows], prompts, [result.token_ids for result in results]
+    return [result.token_ids for result in decode(target, None, prompts, "autoregressive", **given)]
+
+
+def replayed(
+    target: Target, drafter: MDFlashModel, asked: list[tuple[str, str]], prompts: list[list[int]],
+    answers: list[Sequence[int]], settings: dict[str, Setting], at_once: int,
+) -> dict[str, list[Record]]:  # fmt: skip
+    """Records of every setting; `at_once` texts share a pass."""
+    records: dict[str, list[Record]] = {name: [] for name in settings}
+    for part in (slice(i, i + at_once) for i in range(0, len(asked), at_once)):
+        texts = Texts(target, drafter, prompts[part], answers[part])
+        for name, setting in settings.items():
+            found = zip(asked[part], prompts[part], answers[part], texts.rounds(setting), strict=True)
+            records[name] += [record(name, *of, *one) for of, *one in found]
+    return records
+
+
+def live_agreement(
+    target: Target, drafter: MDFlashModel, prompts: list[list[int]], setting: Setting, settings: EvalSection
+) -> dict[str, int]:
+    """Decode prompts live and replay those answers: of how many requests every round is the same. Exact in fp32."""
+    beyond = {name: getattr(setting, name) for name in ("in_flight_taps", "guess_source")}
+    given = {} if setting.serial else beyond | {"bonus_guesses": setting.guesses}
+    method, devices = ("dspark" if setting.serial else "dpara"), f"{target.device},{target.device}"
+    results = decode(
+        target, drafter, prompts, method, settings.max_new_tokens, devices=devices, batch_size=settings.batch_size,
+        runner=settings.runner, **given,
+    )  # fmt: skip
+    (found,) = replay(target, drafter, prompts, [result.token_ids for result in results], [setting])
+    pairs = zip(results, found, strict=True)
+    equal = sum(comparable(result.rounds) == comparable(rounds) for result, rounds in pairs)
+    return {"requests": len(prompts), "equal": equal, "rounds": sum(map(len, found))}
 
 
 def record(

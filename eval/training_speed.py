@@ -94,11 +94,10 @@ def random_module(recipe: Recipe, config, device: torch.device) -> DrafterForTra
     """Target and drafter of the recipe's shapes, random, made on the device; heads frozen, layers compiled."""
     settings = recipe.settings()
     target, drafter = random_pair(recipe, config, device)
-    frozen_heads = recipe.stage == "mdflash"
-    drafter.freeze(heads=frozen_heads).train().compile_layers()
+    drafter.freeze(recipe.frozen_heads).train().compile_layers()
     target.compile_layers()
     d = drafter.draft_length
-    layouts = WINDOWS[settings.windows](d) if frozen_heads else (Layout.serial(d),)
+    layouts = WINDOWS[settings.windows](d) if recipe.stage == "mdflash" else (Layout.serial(d),)
     module = DrafterForTraining(
         drafter.cast(torch.float32), target, layouts, STAGE_WEIGHTS[recipe.stage], settings.loss_rows, settings.bf16
     )

@@ -136,7 +136,7 @@ class LoraSection:
 
 
 # Settings of the mdflash stage that go beyond the paper, and what turns each off.
-BEYOND = {"in_flight_taps": [0], "known_bonus": 0.0, "serial_windows": False, "spine_loss": 0.0}
+BEYOND = {"in_flight_taps": [0], "known_bonus": 0.0, "serial_windows": False, "spine_loss": 0.0, "train_head": False}
 
 
 @dataclass
@@ -158,6 +158,8 @@ class StageSection:
         known_bonus: share of the mdflash stage's windows whose first slot carries the bonus token, for guessed bonuses.
         serial_windows: the mdflash stage keeps the serial mode alive by as many k = 0 windows as trees.
         spine_loss: weight of the spine's own predictions, which guess the bonus, beside a first slot's 1; 0 trains none.
+        train_head: the mdflash stage trains the Markov head along with the backbone; the paper freezes it.
+        slot_decay: slot i of a window weighs exp(-(i-1)/slot_decay) in the loss; the paper's is 4.
         packing: the texts of a micro-batch share rows of up to max_length tokens instead of being padded to the longest; none
             sees another, and loss and gradients stay the same. For FlexAttention: dense attention pays for every pair of texts.
         max_length: texts are cut at this many tokens.
@@ -189,6 +191,8 @@ class StageSection:
     known_bonus: float = 0.0
     serial_windows: bool = False
     spine_loss: float = 0.0
+    train_head: bool = False
+    slot_decay: float = 4.0
     packing: bool = True
     max_length: int = 4096
     bf16: bool = True
@@ -222,6 +226,9 @@ class StageSection:
         require(bool(taps) and len(set(taps)) == len(taps) and min(taps) >= 0, "in_flight_taps", taps, rule)
         require(0 <= self.known_bonus <= 1, "known_bonus", self.known_bonus, "use a share of the windows in [0, 1]")
         require(0 <= self.spine_loss < math.inf, "spine_loss", self.spine_loss, "use 0 for none, or a positive weight")
+        require(0 < self.slot_decay < math.inf, "slot_decay", self.slot_decay, "use a positive number of slots")
+        rule = "adapters train the backbone alone; give up one of the two"
+        require(not (self.lora and self.train_head), "train_head", self.train_head, rule)
         for name in ("eval_steps", "eval_requests", "save_steps"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "use 0 for never, or a positive integer")
 
@@ -361,6 +368,13 @@ class Recipe:
     def settings(self) -> StageSection:
         """The running stage's section; a dflash bootstrap uses dspark's."""
         return self.mdflash if self.stage == "mdflash" else self.dspark
+
+    @property
+    def frozen_heads(self) -> tuple[str, ...]:
+        """The drafter's heads that the running stage leaves as they are."""
+        if self.stage != "mdflash":
+            return ()
+        return ("confidence_head",) if self.mdflash.train_head else ("markov_head", "confidence_head")
 
     @property
     def base_drafter(self) -> str:

@@ -68,12 +68,12 @@ def run(recipe: Recipe) -> None:
     target = load_frozen_target(recipe, device)
     drafter, layouts = starting_point(recipe, target)
     dtype = drafter.dtype
-    frozen = partial(frozen_part, heads=stage == "mdflash", lora=settings.lora)
+    frozen = partial(frozen_part, heads=recipe.frozen_heads, lora=settings.lora)
     frozen_before = hashes(frozen(drafter.state_dict()).items())
     train, held_out, prompts = datasets(recipe, target, layouts, conversations)
     target_before = hashes(target.model.named_parameters())
 
-    drafter.cast(torch.float32).freeze(heads=stage == "mdflash").attention = settings.attention
+    drafter.cast(torch.float32).freeze(recipe.frozen_heads).attention = settings.attention
     if settings.lora:
         add_adapters(drafter, settings.lora, settings.seed)
     module = DrafterForTraining(
@@ -179,7 +179,7 @@ def datasets(
     """Training and held-out windows, and held-out prompts for the acceptance length."""
     settings = recipe.settings()
     chat = Chat(target.tokenizer, target.stop_ids, recipe.target.thinking)
-    mix = Mix(tuple(settings.in_flight_taps), settings.known_bonus, settings.spine_loss)
+    mix = Mix(tuple(settings.in_flight_taps), settings.known_bonus, settings.spine_loss, settings.slot_decay)
     parts = []
     if settings.packing:
         target.check_packing()

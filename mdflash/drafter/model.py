@@ -1,5 +1,7 @@
 """The drafter: backbone, Markov head and confidence head under the DSpark checkpoint contract. Shape legend: tree.py."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
@@ -15,9 +17,14 @@ from .tree import Layout, Rows, dense_mask, flex_mask
 
 FLEX_SMALLEST_HEAD = 16  # FlexAttention's GPU kernel takes no smaller head_dim
 
-# Parameters a finetune never touches: prefixes of state-dict keys.
+# Parameters no stage touches: prefixes of state-dict keys.
 SHARED_WITH_TARGET = ("embed_tokens.", "lm_head.")
-HEAD_PREFIXES = ("markov_head.", "confidence_head.")
+HEADS_OF_DSPARK = ("markov_head", "confidence_head")
+
+
+def prefixes_of_frozen(heads: Sequence[str]) -> tuple[str, ...]:
+    """What the state-dict keys of frozen tensors begin with: embeddings, LM head and the named heads."""
+    return (*SHARED_WITH_TARGET, *(f"{head}." for head in heads))
 
 
 class MDFlashModel(PreTrainedModel):
@@ -166,9 +173,9 @@ class MDFlashModel(PreTrainedModel):
             layer.forward = compile_for_all_lengths(layer.forward)
         return self
 
-    def freeze(self, heads: bool) -> "MDFlashModel":
-        """Stop gradients of embeddings and LM head, and of both heads when `heads`. Returns self."""
-        frozen = SHARED_WITH_TARGET + (HEAD_PREFIXES if heads else ())
+    def freeze(self, heads: Sequence[str] = HEADS_OF_DSPARK) -> "MDFlashModel":
+        """Stop gradients of embeddings, LM head and the named heads, and of nothing else. Returns self."""
+        frozen = prefixes_of_frozen(heads)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(not name.startswith(frozen))
         return self

@@ -1,13 +1,13 @@
 """Proof that frozen tensors stayed frozen: sha256 before and after every run."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..drafter.model import HEAD_PREFIXES, SHARED_WITH_TARGET
+from ..drafter.model import prefixes_of_frozen
 from ..recipe import LoraSection
 from .lora import is_adapted
 
@@ -25,13 +25,14 @@ def hashes(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return {name: tensor_hash(tensor) for name, tensor in named}
 
 
-def frozen_part(state: Mapping[str, Tensor], heads: bool, lora: LoraSection | None = None) -> dict[str, Tensor]:
-    """A drafter state's frozen tensors: embeddings and LM head, and both heads when they are not trained; under LoRA all
+def frozen_part(
+    state: Mapping[str, Tensor], heads: Sequence[str], lora: LoraSection | None = None
+) -> dict[str, Tensor]:
+    """A drafter state's frozen tensors: embeddings, LM head and the named heads; under LoRA all
     but the weights that have an adapter."""
     if lora:
         return {name: tensor for name, tensor in state.items() if not is_adapted(name, lora)}
-    prefixes = SHARED_WITH_TARGET + (HEAD_PREFIXES if heads else ())
-    return {name: tensor for name, tensor in state.items() if name.startswith(prefixes)}
+    return {name: tensor for name, tensor in state.items() if name.startswith(prefixes_of_frozen(heads))}
 
 
 def check_unchanged(before: Mapping[str, str], after: Mapping[str, str], what: str) -> None:

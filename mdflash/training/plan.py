@@ -8,6 +8,7 @@ working memory, and the flat gradients of ZeRO-1 and 2 in the optimizer's step.
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,7 +145,7 @@ def make_plan(
     )  # fmt: skip
     drafter = drafter_config(recipe, target)
     layout = Layout.tree(drafter.block_size) if recipe.stage == "mdflash" else Layout.serial(drafter.block_size)
-    parameters = count_parameters(target, drafter, frozen_heads=recipe.stage == "mdflash")
+    parameters = count_parameters(target, drafter, recipe.frozen_heads)
     kept, checkpointed = activations(drafter, layout, settings)
     state, host = optimizer_memory(parameters, settings, gpus)
     memory = target_memory(parameters, target.num_hidden_layers, recipe.target, gpus) | state
@@ -189,7 +190,7 @@ def drafter_config(recipe: Recipe, target: PretrainedConfig) -> MDFlashConfig:
     return config
 
 
-def count_parameters(target: PretrainedConfig, drafter: MDFlashConfig, frozen_heads: bool) -> Parameters:
+def count_parameters(target: PretrainedConfig, drafter: MDFlashConfig, frozen_heads: Sequence[str]) -> Parameters:
     """Exact numbers, from models without storage. Raises ValueError when `flops.layer_weights` does not describe the target
     (mixture of experts, MLP without a gate, ..)."""
     with torch.device("meta"):

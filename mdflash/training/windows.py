@@ -30,12 +30,14 @@ class Mix:
 
     in_flight_taps: how many of the anchors' earliest taps are in flight; one count is drawn for each text. known_bonus: the
     share of windows with anchors whose first slot carries the bonus token (a serial window's always does). spine: weight of
-    an anchor's own prediction of the token behind it, beside a first slot's 1.
+    an anchor's own prediction of the token behind it, beside a first slot's 1. slot_decay: slots over which a window's weights
+    fall to 1/e; the paper's is 4.
     """
 
     in_flight_taps: tuple[int, ...] = (0,)
     known_bonus: float = 0.0
     spine: float = 0.0
+    slot_decay: float = 4.0
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,12 @@ def draw_starts(sample: Sample, layout: Layout, count: int, generator: torch.Gen
     return candidates[chosen].sort().values
 
 
-def label_weights(sample: Sample, layout: Layout, starts_N: Tensor) -> Tensor:
-    """m_i * w_i, [N, b, d]: w_i = exp(-(i-1)/4); m_i = 1 while label p+k+i is inside the start's span."""
+def label_weights(sample: Sample, layout: Layout, starts_N: Tensor, decay: float = 4.0) -> Tensor:
+    """m_i * w_i, [N, b, d]: w_i = exp(-(i-1)/decay); m_i = 1 while label p+k+i is inside the start's span."""
     k_b, i_d = torch.tensor(layout.branches), torch.arange(1, layout.d + 1)
     label_Nbd = starts_N[:, None, None] + k_b[:, None] + i_d
     inside = label_Nbd < span_ends(sample)[starts_N][:, None, None]
-    return inside * torch.exp(-(i_d - 1) / 4)
+    return inside * torch.exp(-(i_d - 1) / decay)
 
 
 def spine_weights(sample: Sample, layout: Layout, starts_N: Tensor, weight: float) -> Tensor:
@@ -149,7 +151,7 @@ class WindowDataset(Dataset):
             torch.tensor(sample.ids),
             taps,
             starts,
-            weights=[label_weights(sample, *pair) for pair in pairs],
+            weights=[label_weights(sample, *pair, mix.slot_decay) for pair in pairs],
             known=known,
             spines=[spine_weights(sample, *pair, mix.spine) for pair in pairs],
         )

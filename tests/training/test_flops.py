@@ -8,6 +8,7 @@ from transformers import Qwen3Config
 
 from mdflash import MDFlashConfig
 from mdflash.drafter import Layout, Rows
+from mdflash.drafter.model import HEADS_OF_DSPARK
 from mdflash.drafter.tree import dense_mask
 from mdflash.training.flops import count, drafter_part, layer_weights, visible_pairs
 
@@ -32,7 +33,7 @@ def matmuls(work) -> int:
 @pytest.mark.parametrize("stage", ["mdflash", "dspark"])
 def test_backbone_equals_the_counter(family, stage):
     target = make_target(family)
-    drafter = make_drafter(target).freeze(heads=stage == "mdflash").train()
+    drafter = make_drafter(target).freeze(HEADS_OF_DSPARK if stage == "mdflash" else ()).train()
     layout = Layout.tree(3) if stage == "mdflash" else Layout.serial(3)
     starts = [5, 20, 31]
     ids = torch.randint(0, 90, (1, 50))
@@ -49,7 +50,7 @@ def test_backbone_equals_the_counter(family, stage):
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("stage", ["mdflash", "dspark"])
 def test_loss_equals_the_counter(target, head, stage):
-    drafter = make_drafter(target, head=head).freeze(heads=stage == "mdflash")
+    drafter = make_drafter(target, head=head).freeze(HEADS_OF_DSPARK if stage == "mdflash" else ())
     layout = Layout.tree(3) if stage == "mdflash" else Layout.serial(3)
     flops = count(target.config, drafter.config, layout, 50, 2, stage)
     hidden = torch.randn(2 * len(layout.branches), 3, 32, requires_grad=True)

@@ -30,7 +30,7 @@ def by_hand(base: dict, adapters: dict, lora: LoraSection) -> dict:
 @pytest.mark.parametrize("lora", [LORA, ATTENTION_ONLY], ids=["all", "q v"])
 def test_only_adapters_train_and_the_merge_is_exact(target, lora):
     """A gated head has a `gate_proj` of its own: it gets no adapter."""
-    drafter = make_drafter(target, head="gated").freeze(heads=True)
+    drafter = make_drafter(target, head="gated").freeze()
     base = {key: tensor.clone() for key, tensor in drafter.state_dict().items()}
     add_adapters(drafter, lora, seed=0)
     trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}

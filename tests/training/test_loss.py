@@ -9,6 +9,7 @@ from conftest import lend, make_drafter, make_target
 from mdflash import compilation
 from mdflash.chat import Sample
 from mdflash.drafter import Layout, Rows
+from mdflash.drafter.model import HEADS_OF_DSPARK
 from mdflash.drafter.tree import dense_mask
 from mdflash.recipe import LoraSection
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, WindowDataset
@@ -33,7 +34,7 @@ def batch_for(layouts, seed=0, starts=5, length=40):
 
 def module_for(target, drafter, stage, loss_rows=10_000):
     layouts = (Layout.tree(3) if stage == "mdflash" else Layout.serial(3),)
-    drafter = lend(drafter, target).freeze(heads=stage == "mdflash")
+    drafter = lend(drafter, target).freeze(HEADS_OF_DSPARK if stage == "mdflash" else ())
     return DrafterForTraining(drafter, target, layouts, STAGE_WEIGHTS[stage], loss_rows, bf16=False)
 
 
@@ -135,7 +136,9 @@ def windows_of(rows=5, d=3, hidden=32, vocabulary=97):
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("compute", [loss_sum, sharded_loss_sum])
 def test_fused_loss_and_gradients_equal_the_definition(target, stage, head, compute):
-    drafter = lend(make_drafter(target, head=head), target).double().freeze(heads=stage == "mdflash")
+    drafter = (
+        lend(make_drafter(target, head=head), target).double().freeze(HEADS_OF_DSPARK if stage == "mdflash" else ())
+    )
     lm_head, windows, weights = copy.deepcopy(target.lm_head).double(), windows_of(), STAGE_WEIGHTS[stage]
     trained = [windows.hidden, *(p for p in drafter.head.parameters() if p.requires_grad)]
     plain = (windows.weight * slot_losses(drafter, lm_head, windows, weights)).sum()
@@ -148,7 +151,7 @@ def test_fused_loss_and_gradients_equal_the_definition(target, stage, head, comp
 
 def test_no_vocabulary_tensor_outlives_its_chunk(target):
     """What the graph keeps for backward holds no [.., V] tensor, whatever the number of slots."""
-    drafter, kept = lend(make_drafter(target), target).double().freeze(heads=True), []
+    drafter, kept = lend(make_drafter(target), target).double().freeze(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda t: t):
         loss_sum(drafter, copy.deepcopy(target.lm_head).double(), windows_of(8), STAGE_WEIGHTS["mdflash"], 4)
     assert kept

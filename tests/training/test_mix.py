@@ -26,7 +26,7 @@ def batch_of(mix: Mix, pack_to: int = 0, layouts=LAYOUTS) -> dict:
 
 
 def module_of(target, layouts=LAYOUTS) -> DrafterForTraining:
-    drafter = lend(make_drafter(target), target).freeze(heads=True)
+    drafter = lend(make_drafter(target), target).freeze()
     return DrafterForTraining(drafter, target, layouts, STAGE_WEIGHTS["mdflash"], 64, bf16=False)
 
 

@@ -32,7 +32,7 @@ def module_for(target, layouts):
     drafter = make_drafter(target, d=D)
     drafter.embed_tokens.weight.data = target.embed_tokens.weight.clone()
     drafter.lm_head.weight.data = target.lm_head.weight.clone()
-    return DrafterForTraining(drafter.freeze(heads=True), target, layouts, STAGE_WEIGHTS["mdflash"], 10_000, bf16=False)
+    return DrafterForTraining(drafter.freeze(), target, layouts, STAGE_WEIGHTS["mdflash"], 10_000, bf16=False)
 
 
 def loss_and_gradients(module, inputs):

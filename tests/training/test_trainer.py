@@ -12,6 +12,7 @@ from conftest import make_target, make_tokenizer
 from safetensors.torch import load_file
 
 from mdflash import load_drafter
+from mdflash.drafter.model import HEADS_OF_DSPARK
 from mdflash.training.checkpoints import ASIDE, newest_first
 from mdflash.training.frozen import check_unchanged, frozen_part, hashes
 
@@ -125,7 +126,7 @@ def test_deepspeed_launcher_and_contract(project, tmp_path):
     base = load_drafter(project / "runs" / "x" / "dspark").state_dict()
     for place in (stage, stage / "checkpoint-2"):
         state = load_drafter(place).state_dict()
-        for name, tensor in frozen_part(base, heads=True).items():
+        for name, tensor in frozen_part(base, HEADS_OF_DSPARK).items():
             assert torch.equal(state[name], tensor), name
         assert not torch.equal(state["layers.0.mlp.up_proj.weight"], base["layers.0.mlp.up_proj.weight"])
     config = json.loads((stage / "config.json").read_text())
