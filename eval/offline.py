@@ -12,6 +12,7 @@ draft sees (features < p, the accepted tokens, what is in flight of them, the bo
 answer's own pass. Shape legend: mdflash/drafter/tree.py.
 """
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +28,7 @@ from mdflash.chat import Chat
 from mdflash.decoding.drafter_runner import alternatives_as_guesses, guess_bonuses
 from mdflash.decoding.types import Round
 from mdflash.drafter import Layout, Rows
+from mdflash.drafter.backbone import ContextKV
 from mdflash.drafter.sampling import Sampling
 from mdflash.recipe import EvalSection, Recipe, Stage, read_recipe
 
@@ -35,6 +37,7 @@ from .run import checkpoint, load_recipe_target, provenance
 from .statistics import Record, summarise, tau_ratio
 
 BEYOND_THE_END = -1
+CROWDED = 0.75  # texts that are through leave the pass when fewer than this share go on
 
 
 @dataclass(frozen=True)
@@ -79,26 +82,42 @@ class Texts:
 
     def rounds(self, setting: Setting) -> list[list[Round]]:
         """Every text's rounds."""
-        d, found = self.drafter.draft_length, [[] for _ in self.ids]
-        p, row = self.begin, torch.arange(len(self.ids), device=self.ids.device)
+        texts, d, found = self, self.drafter.draft_length, [[] for _ in self.ids]
+        p, rounds, cold = self.begin, found, True
+        guessed = torch.zeros_like(p, dtype=torch.bool)
         draft, others = self._serial(p, setting)
-        guessed, cold = torch.zeros_like(p, dtype=torch.bool), True
-        while (going := p + 1 < self.end).any():
-            truth = self.ids[row[:, None], (p[:, None] + torch.arange(1, d + 2, device=p.device)).clamp(max=self._last)]
+        while (going := p + 1 < texts.end).any():
+            if going.float().mean() < CROWDED:
+                texts, rounds = texts.only(going), [mine for mine, on in zip(rounds, going.tolist(), strict=True) if on]
+                p, draft, guessed, others = (None if x is None else x[going] for x in (p, draft, guessed, others))
+                going = going[going]
+            row = torch.arange(len(p), device=p.device)
+            truth = texts.ids[
+                row[:, None], (p[:, None] + torch.arange(1, d + 2, device=p.device)).clamp(max=self._last)
+            ]
             accepted = (draft == truth[:, :d]).long().cumprod(1).sum(1)
             bonus, after = truth[row, accepted], p + accepted + 1
-            committed = torch.minimum(accepted + 1, self.end - 1 - p)
+            committed = torch.minimum(accepted + 1, texts.end - 1 - p)
             told = zip(*(x.tolist() for x in (going, accepted, draft, bonus, committed, guessed)), strict=True)
-            for rounds, (live, r, proposed, b, count, hit) in zip(found, told, strict=True):
+            for mine, (live, r, proposed, b, count, hit) in zip(rounds, told, strict=True):
                 if live:
-                    rounds.append(Round(r, tuple(proposed), b, count, cold_start=cold, guessed=hit))
-            block = torch.cat([self.ids[row, p.clamp(max=self._last)][:, None], draft], 1)
+                    mine.append(Round(r, tuple(proposed), b, count, cold_start=cold, guessed=hit))
+            block = torch.cat([texts.ids[row, p.clamp(max=self._last)][:, None], draft], 1)
             if setting.serial:
-                draft, others = self._serial(after, setting)
+                draft, others = texts._serial(after, setting)
             else:
-                draft, others, guessed = self._branch(setting, p, block, others, accepted, bonus.clamp(min=0))
+                draft, others, guessed = texts._branch(setting, p, block, others, accepted, bonus.clamp(min=0))
             p, cold = torch.where(going, after, p), False
         return found
+
+    def only(self, chosen: Tensor) -> "Texts":
+        """The texts of a mask [B]."""
+        some = copy.copy(self)
+        some.begin, some.end, some.ids, some.features = (
+            x[chosen] for x in (self.begin, self.end, self.ids, self.features)
+        )
+        some.context = [ContextKV(layer.key[chosen], layer.value[chosen]) for layer in self.context]
+        return some
 
     @property
     def _last(self) -> int:
@@ -160,7 +179,7 @@ def main(args: list[str] | None = None) -> dict:
     """Replay the grid; returns what the output file holds."""
     recipe, values = read_recipe(args, __doc__.splitlines()[0], extra=arguments)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    kinds = grid(values.variants, values.taps, values.guesses, values.guess_source)
+    kinds = grid(values.variants, values.taps, values.guesses, values.guess_source, values.oracle_taps)
     config_file, dtype = str(values.config[-1]), recipe.eval.dtype or recipe.target.dtype
     folders = {
         name: checkpoint(recipe if variant is None else replace(recipe, variant=variant), stage, config_file)
@@ -201,6 +220,9 @@ def arguments(parser) -> None:
     parser.add_argument(
         "--guesses", type=list[int], default=[0], help="counts of guessed bonuses to replay; -1 knows it"
     )
+    parser.add_argument(
+        "--oracle_taps", type=int, default=0, help="also with so many taps, guessing nothing and knowing it"
+    )
     parser.add_argument("--guess_source", type=str, default="spine", help="where guesses come from: spine or draft")
     parser.add_argument("--variants", type=list[str], default=[], help="finetunes to replay; else the recipe's variant")
     parser.add_argument("--live", type=int, default=0, help="decode so many requests live too and compare the rounds")
@@ -208,7 +230,11 @@ def arguments(parser) -> None:
 
 
 def grid(
-    variants: Sequence[str], taps: Sequence[int], guesses: Sequence[int], source: str = "spine"
+    variants: Sequence[str],
+    taps: Sequence[int],
+    guesses: Sequence[int],
+    source: str = "spine",
+    oracle_taps: int = 0,
 ) -> dict[str, tuple[Stage, str | None, Setting]]:
     """The replays by name: whose drafter (a stage's; of a variant, None for the recipe's) under which setting."""
     kinds: dict[str, tuple[Stage, str | None, Setting]] = {
@@ -216,9 +242,9 @@ def grid(
         "dpara-untuned": ("dspark", None, Setting()),
     }
     for variant in variants or [None]:
-        prefix = "" if variant is None else f"{variant}: "
+        prefix = "" if variant is None else f"{variant or 'mdflash'}: "
         kinds[f"{prefix}mdflash-serial"] = "mdflash", variant, Setting(serial=True)
-        for count, guess in product(taps, guesses):
+        for count, guess in [*product(taps, guesses), *product([oracle_taps] * bool(oracle_taps), (0, -1))]:
             known = "bonus known" if guess < 0 else f"guesses={guess}"
             setting = Setting(False, count, max(guess, 0), guess < 0, source)
             kinds[f"{prefix}dpara taps={count} {known}"] = "mdflash", variant, setting

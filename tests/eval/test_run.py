@@ -1,6 +1,7 @@
 """The whole evaluation on a random target and random drafters: what it writes, and what it refuses."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -258,3 +259,23 @@ def test_features_in_flight_and_guesses_in_an_evaluation(project, monkeypatch):
         summary["methods"]["dspark"]["average"]["tau_macro"]
     )
     assert found["replays"]["dpara taps=0 bonus known"]["hit_rate"] == 1.0
+    extra = [
+        "--variants",
+        '["", "other"]',
+        "--oracle_taps",
+        "2",
+        "--live",
+        "2",
+        "--at_once",
+        "2",
+        "--eval.dtype",
+        "float32",
+    ]
+    shutil.copytree(project / "runs/toy/mdflash", project / "runs/toy/mdflash-other")
+    several = offline.main(["--config", "toy.yaml", "--output", "several.json", *extra])["replays"]
+    assert several["dspark"]["tau_macro"] == found["replays"]["dspark"]["tau_macro"]
+    for name in ("mdflash-serial", "dpara taps=0 guesses=0", "dpara taps=2 guesses=0", "dpara taps=2 bonus known"):
+        assert several[f"mdflash: {name}"]["tau_macro"] == several[f"other: {name}"]["tau_macro"]
+    assert all(x["live"]["equal"] == x["live"]["requests"] == 2 for x in several.values() if "live" in x)
+    assert "live" in several["dspark"]
+    assert "live" not in several["other: dpara taps=2 bonus known"]
