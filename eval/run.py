@@ -37,7 +37,7 @@ from mdflash.recipe import EvalSection, Recipe, Stage, read_recipe, resolved
 from .benchmarks import Row, built_in, load, origin
 from .margins import add_margins
 from .report import print_report, write_report
-from .statistics import Record, check_proposed, lossless, summarise, tau_ratio
+from .statistics import Record, check_proposed, lossless, speedup, summarise, tau_ratio
 
 WARM_UP_TOKENS = 16
 RATIOS = {"dpara_over_untuned": ("dpara", "dpara-untuned"), "dpara_over_dspark": ("dpara", "dspark")}
@@ -266,14 +266,19 @@ def figures(recipe: Recipe, records: dict[str, list[Record]]) -> dict:
         method: {"average": of(method), "benchmarks": {name: of(method, name) for name in recipe.eval.benchmarks}}
         for method in records
     }
-    ratios = {
-        name: tau_ratio(records[ours], records[theirs], seed)
+    compared = {
+        name: (records[ours], records[theirs])
         for name, (ours, theirs) in RATIOS.items()
         if ours in records and theirs in records
     }
     speculative = [record for method in records if METHODS[method].stage for record in records[method]]
     greedy = recipe.eval.temperature == 0 and baseline and speculative
-    return {"methods": methods, "ratios": ratios, "lossless": lossless(speculative, baseline) if greedy else None}
+    return {
+        "methods": methods,
+        "ratios": {name: tau_ratio(*pair, seed) for name, pair in compared.items()},
+        "speed_ratios": {name: speedup(*pair, seed) for name, pair in compared.items()},
+        "lossless": lossless(speculative, baseline) if greedy else None,
+    }
 
 
 def describe_prompts(recipe: Recipe, chat: Chat, prompts: dict[str, list[list[int]]]) -> dict:

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from eval import offline, run
+from eval import offline, run, study
 from mdflash import MDFlashConfig, MDFlashModel
 
 TEMPLATE = (
@@ -279,3 +279,52 @@ def test_features_in_flight_and_guesses_in_an_evaluation(project, monkeypatch):
     assert all(x["live"]["equal"] == x["live"]["requests"] == 2 for x in several.values() if "live" in x)
     assert "live" in several["dspark"]
     assert "live" not in several["other: dpara taps=2 bonus known"]
+
+
+def test_a_study_is_gathered_from_its_parts(project, monkeypatch):
+    """Figures of record are the parts' own; what is not there is named and null."""
+    monkeypatch.chdir(project)
+    shutil.rmtree("results", ignore_errors=True)
+    gather = ["--config", "toy.yaml", "--output", "study/toy.json"]
+    nothing = study.main(gather)
+    assert {"greedy", "replay/early", "latency"} <= set(nothing["missing"])
+    assert set(nothing["figures"].values()) == {None}
+    parts = {"greedy": ["0", "2"], "sampled": ["1", "2"], "speed/one": ["0", "1"]}
+    for name, (temperature, batch) in parts.items():
+        settings = [
+            "--eval.temperature",
+            temperature,
+            "--eval.batch_size",
+            batch,
+            "--eval.output",
+            f"results/toy/{name}",
+        ]
+        summary = run.main(["--config", "toy.yaml", *settings])
+    grid = ["--taps", "[0, 1]", "--guesses", "[0, 1, -1]", "--oracle_taps", "2"]
+    replay = offline.main(["--config", "toy.yaml", "--output", "results/toy/replay/early.json", *grid])["replays"]
+    made = {"command": "bench", "revision": "r", "versions": {}, "devices": ["card"]}
+    steps = {
+        "dspark_b1": {"step": 2.0},
+        "dpara_b1_t0_f0": {"step": 1.6, "hidden_share": 1.0},
+        "dpara_b1_t1_f1": {"step": 1.0, "hidden_share": 0.5},
+    }
+    latency = project / "in_flight_qwen3_14b.json"
+    latency.write_text(json.dumps(made | {"ms": steps}))
+    found = study.main([*gather, "--latency", f"[{latency.name}]"])
+    assert found["missing"] == ["replay/seeds", "curves"]
+    greedy = json.loads((project / "results/toy/greedy/summary.json").read_text())
+    figures, share = found["figures"], replay["dpara taps=0 guesses=0"]["share_of_dspark"]["value"]
+    assert figures["tau_mdflash"] == greedy["methods"]["dpara"]["average"]["tau_macro"]
+    assert figures["ratio_untuned_low"] == greedy["ratios"]["dpara_over_untuned"]["ci95"][0]
+    assert figures["projected_over_dspark_14b_b1"] == pytest.approx(
+        share * 2.0 / 1.6, abs=1e-4
+    )  # the faster one is not hidden
+    assert figures["serial_kept"] == replay["mdflash-serial"]["share_of_dspark"]["value"]
+    assert found["speed"]["one"]["over_dspark"] == json.loads(json.dumps(summary["speed_ratios"]["dpara_over_dspark"]))
+    assert sum(found["gap"].values()) == pytest.approx(1.0, abs=1e-3)
+    assert "card" in found["devices"]
+    page = (project / "study/toy.md").read_text()
+    assert "best hidden: 0 taps, 0 guesses" in page
+    assert "replay/seeds" in page
+    for suffix in ("curves", "shares"):
+        assert (project / f"study/toy_{suffix}.png").stat().st_size
