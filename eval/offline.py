@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
 from mdflash import MDFlashModel, RequestResult, Target, decode, load_drafter
 from mdflash.chat import Chat
@@ -275,7 +276,7 @@ def replayed(
     records: dict[str, list[Record]] = {name: [] for name in settings}
     for part in (slice(i, i + at_once) for i in range(0, len(asked), at_once)):
         texts = Texts(target, drafter, prompts[part], answers[part])
-        for name, setting in settings.items():
+        for name, setting in tqdm(settings.items(), desc="replays", unit="setting"):
             found = zip(asked[part], prompts[part], answers[part], texts.rounds(setting), strict=True)
             records[name] += [record(name, *of, *one) for of, *one in found]
     return records

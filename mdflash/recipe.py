@@ -335,7 +335,7 @@ class Recipe:
         require("/" not in self.variant, "variant", self.variant, "use a plain name, or none")
         require(bool(self.target.path), "target.path", self.target.path, "name the target's folder or hub id")
         beyond = {name: getattr(self.dspark, name) for name in BEYOND if getattr(self.dspark, name) != BEYOND[name]}
-        rule = "a bootstrap trains serial windows alone; set it in mdflash"
+        rule = "a bootstrap trains serial windows and its own heads; set it in mdflash"
         require(not beyond, f"dspark.{', '.join(beyond)}", list(beyond.values()), rule)
         rule = "a bootstrap starts from random weights, which adapters cannot train; set mdflash.lora, or null here"
         require(self.dspark.lora is None, "dspark.lora", self.dspark.lora, rule)

@@ -51,7 +51,7 @@ def recipe(folder: Path, shard: bool = False, **overrides) -> Path:
     data = {
         "name": "x", "target": {"path": "target", "dtype": "float32", "shard": shard}, "data": {"held_out": 3},
         "drafter": {"num_hidden_layers": 1, "target_layer_ids": [0, 2], "block_size": 3, "mask_token_id": 3, "markov_rank": 8},
-        "dspark": settings | {"lora": None}, "mdflash": settings,
+        "dspark": settings | {"lora": None, "train_head": False}, "mdflash": settings,
     }  # fmt: skip
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(data))
@@ -134,6 +134,18 @@ def test_deepspeed_launcher_and_contract(project, tmp_path):
     assert config["architectures"] == ["Qwen3DSparkModel"]
     repeated = train(folder, launcher=launcher, deepspeed=zero1, max_steps=3)
     assert repeated == record  # a finished stage is left alone
+
+
+def test_the_markov_head_trains_on_demand(project, tmp_path):
+    """`train_head` frees it and nothing else of what a finetune leaves alone."""
+    folder = fresh(project, tmp_path)
+    record = train(folder, train_head=True, max_steps=2)
+    before, after = (load_drafter(folder / "runs" / "x" / stage).state_dict() for stage in ("dspark", "mdflash"))
+    same = {name.split(".")[0] for name in before if torch.equal(before[name], after[name])}
+    assert same == {"embed_tokens", "lm_head", "confidence_head"}
+    assert not any(name.startswith("markov_head") for name in record["frozen_sha256"])
+    config = json.loads((folder / "runs" / "x" / "mdflash" / "config.json").read_text())
+    assert config["mdflash_config"]["beyond_the_paper"]["train_head"] is True
 
 
 def run(folder, kind="none", step=0, rank=0, ranks=1, **settings):

@@ -29,6 +29,8 @@ def test_label_weights_by_hand():
     assert weight[1, 1:].sum() == 0
     # k=0 from 15: labels 16, 17 in the second span, 18 outside it
     assert label_weights(SAMPLE, Layout.serial(3), torch.tensor([15]))[0, 0].tolist() == pytest.approx([w[0], w[1], 0])
+    faster = label_weights(SAMPLE, Layout.tree(3), torch.tensor([4]), decay=2.0)
+    assert faster[0, 3].tolist() == pytest.approx([w[0], w[2], w[2] ** 2])
 
 
 def test_draws_are_keyed_by_seed_epoch_and_sample():
