@@ -24,14 +24,13 @@ import torch
 from transformers import TrainerCallback
 
 from mdflash.chat import Sample
-from mdflash.drafter import Layout
-from mdflash.drafter.tree import WINDOWS
 from mdflash.recipe import Recipe, read_recipe
-from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, MDFlashTrainer, WindowDataset
-from mdflash.training.flops import TARGET_PARTS, count, drafter_part
+from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, MDFlashTrainer, Mix, WindowDataset
+from mdflash.training.flops import count_text, drafter_part
 from mdflash.training.fused import FusedWindowLoss
 from mdflash.training.plan import measured_tflops, target_config
 from mdflash.training.run import training_arguments
+from mdflash.training.windows import stage_layouts
 
 from .random_models import random_pair
 from .run import provenance
@@ -96,8 +95,7 @@ def random_module(recipe: Recipe, config, device: torch.device) -> DrafterForTra
     target, drafter = random_pair(recipe, config, device)
     drafter.freeze(recipe.frozen_heads).train().compile_layers()
     target.compile_layers()
-    d = drafter.draft_length
-    layouts = WINDOWS[settings.windows](d) if recipe.stage == "mdflash" else (Layout.serial(d),)
+    layouts = stage_layouts(recipe, drafter.draft_length)
     module = DrafterForTraining(
         drafter.cast(torch.float32), target, layouts, STAGE_WEIGHTS[recipe.stage], settings.loss_rows, settings.bf16
     )
@@ -112,7 +110,7 @@ def random_batch(module: DrafterForTraining, recipe: Recipe, length: int) -> dic
     samples = [
         Sample(str(i), tuple(torch.randint(vocabulary, (length,)).tolist()), ((1, length),)) for i in range(texts)
     ]
-    dataset = WindowDataset(samples, module.layouts, settings.starts_per_text, 0)
+    dataset = WindowDataset(samples, module.layouts, settings.starts_per_text, 0, mix=Mix.of(settings))
     return {name: tensor.cuda() for name, tensor in dataset.collate([dataset[(0, i)] for i in range(texts)]).items()}
 
 
@@ -122,7 +120,11 @@ def step_figures(recipe: Recipe, config) -> Iterator[dict]:
     module = random_module(recipe, config, torch.device("cuda"))
     settings, length = recipe.settings(), recipe.settings().max_length
     batch, texts = random_batch(module, recipe, length), settings.micro_batch_size
-    flops = text_flops(module, config, length, batch["start"][0], recipe.stage)
+    starts = [column.tolist() for column in batch["start"][0].chunk(len(module.layouts))]
+    flops = count_text(
+        config, module.drafter.config, module.layouts, length, starts, recipe.stage, Mix.of(settings).in_flight,
+        settings.spine_loss > 0,
+    )  # fmt: skip
     accumulation = settings.global_batch_size // texts
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-6, fused=True)
     yield {
@@ -181,14 +183,6 @@ def step_figures(recipe: Recipe, config) -> Iterator[dict]:
     if module.drafter.config.markov_rank:
         yield loss_figures(module)
     yield {"recompiles": recompiles(module, recipe)}
-
-
-def text_flops(module: DrafterForTraining, config, length: int, starts: torch.Tensor, stage: str) -> dict[str, int]:
-    """`count` over all layouts; the target's pass and the context are there once."""
-    columns = zip(module.layouts, starts.chunk(len(module.layouts)), strict=True)
-    parts = [count(config, module.drafter.config, layout, length, column.tolist(), stage) for layout, column in columns]
-    once = (*TARGET_PARTS, "context_forward", "context_backward")
-    return {name: parts[0][name] if name in once else sum(part[name] for part in parts) for name in parts[0]}
 
 
 def median_ms(work: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -307,7 +301,7 @@ def engine_figures(recipe: Recipe, config, steps: int) -> dict:
                ((1, settings.max_length),))
         for i in range(settings.global_batch_size * steps)
     ]  # fmt: skip
-    dataset = WindowDataset(samples, module.layouts, settings.starts_per_text, settings.seed)
+    dataset = WindowDataset(samples, module.layouts, settings.starts_per_text, settings.seed, mix=Mix.of(settings))
     times = StepTimes()
     with tempfile.TemporaryDirectory() as folder:
         arguments_ = training_arguments(settings, Path(folder), len(samples), "speed")

@@ -21,7 +21,7 @@ from mdflash import MDFlashModel, Target, decode, load_drafter, load_target
 from mdflash.chat import Chat, texts_of
 from mdflash.conversations import read_conversations, split_held_out
 from mdflash.drafter import Layout
-from mdflash.drafter.tree import WINDOWS, anchor_counts
+from mdflash.drafter.tree import anchor_counts
 from mdflash.recipe import BEYOND, Recipe, StageSection, read_recipe, require, resolved
 from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, MDFlashTrainer, Mix, WindowDataset, bootstrap
 from mdflash.training.checkpoints import write_whole
@@ -36,6 +36,7 @@ from mdflash.training.run import (
     training_arguments,
     world_size,
 )
+from mdflash.training.windows import stage_layouts
 
 
 def main(args: list[str] | None = None) -> None:
@@ -148,9 +149,9 @@ def starting_point(recipe: Recipe, target: Target) -> tuple[MDFlashModel, tuple[
         settings, d, taps = recipe.mdflash, drafter.draft_length, len(drafter.config.target_layer_ids)
         rule = f"this drafter has {taps} taps; use counts up to that"
         require(max(settings.in_flight_taps) <= taps, "mdflash.in_flight_taps", settings.in_flight_taps, rule)
-        return drafter, WINDOWS[settings.windows](d) + ((Layout.serial(d),) if settings.serial_windows else ())
+        return drafter, stage_layouts(recipe, d)
     drafter = bootstrap(target, recipe.drafter, recipe.stage, recipe.dspark.seed)
-    return drafter.cast(target.dtype), (Layout.serial(drafter.draft_length),)
+    return drafter.cast(target.dtype), stage_layouts(recipe, drafter.draft_length)
 
 
 def mdflash_block(recipe: Recipe, target: Target, drafter: MDFlashModel) -> dict:
@@ -179,7 +180,7 @@ def datasets(
     """Training and held-out windows, and held-out prompts for the acceptance length."""
     settings = recipe.settings()
     chat = Chat(target.tokenizer, target.stop_ids, recipe.target.thinking)
-    mix = Mix(tuple(settings.in_flight_taps), settings.known_bonus, settings.spine_loss, settings.slot_decay)
+    mix = Mix.of(settings)
     parts = []
     if settings.packing:
         target.check_packing()

@@ -17,6 +17,7 @@ from ..drafter import Layout, MDFlashConfig
 from ..recipe import Stage, require
 
 TARGET_PARTS = ("target_layers", "target_attention")
+ONCE = (*TARGET_PARTS, "context_forward", "context_backward")
 
 
 def widths(config: PretrainedConfig) -> tuple[int, int]:
@@ -37,13 +38,15 @@ def attention(config: PretrainedConfig, pairs: int) -> int:
     return 4 * widths(config)[0] * config.num_hidden_layers * pairs
 
 
-def visible_pairs(layout: Layout, length: int, starts: int | Sequence[int]) -> int:
-    """Pairs (row, key) that the visibility rule allows: features below p, `seen` anchors, the d slots of a row's branch.
+def visible_pairs(layout: Layout, length: int, starts: int | Sequence[int], in_flight: float = 0.0) -> int:
+    """Pairs (row, key) that the visibility rule allows: features below p, `seen` anchors, the d slots of a row's branch, and
+    in the `in_flight` share of texts that have such columns those of the seen anchors.
 
     starts: every p, or their number: then they are taken as spread evenly over the text, length/2 on average.
     """
     trees, before = (starts, starts * length // 2) if isinstance(starts, int) else (len(starts), sum(starts))
-    return before * layout.rows + trees * (sum(layout.seen) + len(layout.branches) * layout.d**2)
+    anchors = sum(layout.seen) + round(in_flight * sum(layout.seen))
+    return before * layout.rows + trees * (anchors + len(layout.branches) * layout.d**2)
 
 
 def count(
@@ -53,23 +56,28 @@ def count(
     length: int,
     starts: int | Sequence[int],
     stage: Stage = "mdflash",
+    in_flight: float = 0.0,
+    spine_labels: bool = False,
 ) -> dict[str, int]:
     """FLOPs by part of one text of `length` tokens with `starts` trees (see `visible_pairs`), all labels valid.
 
-    stage: mdflash freezes the heads; dspark trains them; dflash has no heads and no teacher. Raises ValueError for a
-    length or a start out of range.
+    stage: mdflash freezes the heads; dspark trains them; dflash has no heads and no teacher. in_flight: share of texts with
+    taps in flight; 0 projects no columns for them. spine_labels: the anchors predict a token each, too. Raises ValueError
+    for a length or a start out of range.
     """
     require(length > 0, "length", length, "use a positive number of tokens")
     trees = starts if isinstance(starts, int) else len(starts)
     require(trees >= 0, "starts", starts, "use a number of trees, or their positions")
     if not isinstance(starts, int):
         require(all(0 <= p < length for p in starts), "starts", list(starts), f"use positions in 0..{length - 1}")
-    T, R, M = length, trees * layout.rows, trees * len(layout.branches) * layout.d
+    T, R = length, trees * layout.rows
+    M = trees * (len(layout.branches) * layout.d + spine_labels * layout.spine)
+    flying = trees * layout.spine if in_flight else 0
     C, layers = drafter.hidden_size, drafter.num_hidden_layers
     fc = len(drafter.target_layer_ids) * C * C
     context_kv = 2 * C * widths(drafter)[1] * layers
     rows = layer_weights(drafter) * layers
-    over_rows = attention(drafter, visible_pairs(layout, length, starts))
+    over_rows = attention(drafter, visible_pairs(layout, length, starts, in_flight))
     logits = 2 * M * C * drafter.vocab_size
     heads, heads_dgrad = head_weights(drafter, stage)
     return {
@@ -77,6 +85,8 @@ def count(
         "target_attention": attention(target, T * (T + 1) // 2),
         "context_forward": 2 * T * (fc + context_kv),
         "context_backward": 2 * T * (fc + 2 * context_kv),  # the features are the frozen target's: fc has no dgrad
+        "in_flight_forward": 2 * flying * (fc + context_kv),
+        "in_flight_backward": 2 * flying * (fc + 2 * context_kv),
         "rows_forward": 2 * R * rows,
         "rows_backward": 4 * R * rows,
         "attention_forward": over_rows,
@@ -87,6 +97,24 @@ def count(
         "heads_forward": 2 * M * heads,
         "heads_backward": 2 * M * (heads_dgrad if stage == "mdflash" else 2 * heads),
     }
+
+
+def count_text(
+    target: PretrainedConfig,
+    drafter: MDFlashConfig,
+    layouts: Sequence[Layout],
+    length: int,
+    starts: Sequence[int | Sequence[int]],
+    stage: Stage = "mdflash",
+    in_flight: float = 0.0,
+    spine_labels: bool = False,
+) -> dict[str, int]:
+    """`count` over all layouts of a text, `starts` for each; the target's pass and the context are there once."""
+    parts = [
+        count(target, drafter, layout, length, at, stage, in_flight, spine_labels)
+        for layout, at in zip(layouts, starts, strict=True)
+    ]
+    return {name: parts[0][name] if name in ONCE else sum(part[name] for part in parts) for name in parts[0]}
 
 
 def head_weights(drafter: MDFlashConfig, stage: Stage) -> tuple[int, int]:

@@ -24,7 +24,8 @@ from ..drafter.checkpoint import as_dtype, read_config, unfilled
 from ..drafter.model import SHARED_WITH_TARGET
 from ..recipe import Recipe, StageSection, TargetSection, require
 from .bootstrap import bootstrap_config
-from .flops import count, drafter_part, layer_weights, widths
+from .flops import count_text, drafter_part, layer_weights, widths
+from .windows import Mix, stage_layouts
 
 FP32 = 4
 LAYERS_IN_FLIGHT = 3  # of a sharded target: the computing layer's weights and gathering buffer, the next one's buffer
@@ -144,17 +145,21 @@ def make_plan(
         f"must be a multiple of micro_batch_size * gpus = {per_step}; change one of them",
     )  # fmt: skip
     drafter = drafter_config(recipe, target)
-    layout = Layout.tree(drafter.block_size) if recipe.stage == "mdflash" else Layout.serial(drafter.block_size)
+    layouts = stage_layouts(recipe, drafter.block_size)
     parameters = count_parameters(target, drafter, recipe.frozen_heads)
-    kept, checkpointed = activations(drafter, layout, settings)
+    kept, checkpointed = activations(drafter, layouts, settings)
     state, host = optimizer_memory(parameters, settings, gpus)
     memory = target_memory(parameters, target.num_hidden_layers, recipe.target, gpus) | state
     memory["bf16 autocast copies"] = 2 * parameters.trained if settings.bf16 else 0
-    memory |= step_memory(drafter, layout, settings, as_dtype(recipe.target.dtype).itemsize)
+    memory |= step_memory(drafter, layouts, settings, as_dtype(recipe.target.dtype).itemsize)
     memory["activations"] = checkpointed if settings.activation_checkpointing else kept
+    flops = count_text(
+        target, drafter, layouts, length, [settings.starts_per_text] * len(layouts), recipe.stage, Mix.of(settings).in_flight,
+        settings.spine_loss > 0,
+    )  # fmt: skip
     return Plan(
-        parameters, count(target, drafter, layout, length, settings.starts_per_text, recipe.stage), memory, checkpointed,
-        host, length, gpus, measured_tflops() if tflops is None else tflops, share, texts_of_run(recipe, texts),
+        parameters, flops, memory, checkpointed, host, length, gpus, measured_tflops() if tflops is None else tflops, share,
+        texts_of_run(recipe, texts),
     )  # fmt: skip
 
 
@@ -253,11 +258,13 @@ def optimizer_memory(parameters: Parameters, settings: StageSection, gpus: int) 
     return {part: size * FP32 for part, size in elements.items()}, host * FP32
 
 
-def step_memory(drafter: MDFlashConfig, layout: Layout, settings: StageSection, target_bytes: int) -> dict[str, int]:
+def step_memory(
+    drafter: MDFlashConfig, layouts: Sequence[Layout], settings: StageSection, target_bytes: int
+) -> dict[str, int]:
     """Bytes of the target's outputs and of the loss. Features and final states cover all positions of a micro-batch. A chunk
     of the loss holds two logit tensors, the drafter's (which its gradient overwrites) and the teacher's."""
     tokens = settings.micro_batch_size * settings.max_length
-    labels = settings.micro_batch_size * settings.starts_per_text * len(layout.branches) * layout.d
+    labels = settings.micro_batch_size * settings.starts_per_text * sum(len(x.branches) * x.d for x in layouts)
     width = (len(drafter.target_layer_ids) + 1) * drafter.hidden_size
     compute = 2 if settings.bf16 else FP32
     return {
@@ -266,7 +273,7 @@ def step_memory(drafter: MDFlashConfig, layout: Layout, settings: StageSection, 
     }
 
 
-def activations(drafter: MDFlashConfig, layout: Layout, settings: StageSection) -> tuple[int, int]:
+def activations(drafter: MDFlashConfig, layouts: Sequence[Layout], settings: StageSection) -> tuple[int, int]:
     """Bytes that the drafter's forward keeps for backward: all layers', and with every layer checkpointed (each layer's
     input, the context's projections, one layer in full).
 
@@ -278,8 +285,10 @@ def activations(drafter: MDFlashConfig, layout: Layout, settings: StageSection) 
     row = norms + sum(casts) * w * C + (FP32 + 3 * w) * q + (FP32 + 3 * w) * kv + 4 * w * mlp
     place = (FP32 + 3 * w) * kv + (2 * w * C if settings.bf16 else 0)  # a context position in one layer
     once = len(drafter.target_layer_ids) * w * C + 2 * FP32 * C + w * C  # fc's input, hidden_norm's, its output
-    tokens = settings.micro_batch_size * settings.max_length
-    rows = settings.micro_batch_size * settings.starts_per_text * layout.rows
+    trees = settings.micro_batch_size * settings.starts_per_text  # of each layout
+    flying = trees * sum(layout.spine for layout in layouts) if any(settings.in_flight_taps) else 0
+    tokens = settings.micro_batch_size * settings.max_length + flying
+    rows = trees * sum(layout.rows for layout in layouts)
     layers, final_norm = drafter.num_hidden_layers, rows * 2 * FP32 * C
     outside = tokens * (once + layers * place) + final_norm
     return outside + layers * rows * row, outside + rows * (layers * FP32 * C + row)

@@ -17,6 +17,8 @@ from torch.utils.data import Dataset, Sampler
 
 from ..chat import Sample
 from ..drafter import Layout
+from ..drafter.tree import WINDOWS
+from ..recipe import Recipe, StageSection
 
 # An item of the sampler: (epoch, sample index), or PADDING to fill the last global batch with a text without windows.
 Key = tuple[int, int]
@@ -39,6 +41,16 @@ class Mix:
     spine: float = 0.0
     slot_decay: float = 4.0
 
+    @classmethod
+    def of(cls, settings: StageSection) -> "Mix":
+        """A stage's."""
+        return cls(tuple(settings.in_flight_taps), settings.known_bonus, settings.spine_loss, settings.slot_decay)
+
+    @property
+    def in_flight(self) -> float:
+        """Share of texts with taps in flight."""
+        return sum(taps > 0 for taps in self.in_flight_taps) / len(self.in_flight_taps)
+
 
 @dataclass(frozen=True)
 class Item:
@@ -57,6 +69,13 @@ def keyed_generator(*key: object) -> torch.Generator:
     """A generator that depends on nothing but its key, such as (seed, epoch, sample id)."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def stage_layouts(recipe: Recipe, d: int) -> tuple[Layout, ...]:
+    """The windows that the recipe's stage trains, `starts_per_text` trees of each a text."""
+    if recipe.stage != "mdflash":
+        return (Layout.serial(d),)
+    return WINDOWS[recipe.mdflash.windows](d) + ((Layout.serial(d),) if recipe.mdflash.serial_windows else ())
 
 
 def span_ends(sample: Sample) -> Tensor:

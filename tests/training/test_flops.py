@@ -10,7 +10,7 @@ from mdflash import MDFlashConfig
 from mdflash.drafter import Layout, Rows
 from mdflash.drafter.model import HEADS_OF_DSPARK
 from mdflash.drafter.tree import dense_mask
-from mdflash.training.flops import count, drafter_part, layer_weights, visible_pairs
+from mdflash.training.flops import count, count_text, drafter_part, layer_weights, visible_pairs
 
 DRAFTER = dict(
     layer_types=None,
@@ -45,6 +45,36 @@ def test_backbone_equals_the_counter(family, stage):
     assert matmuls(lambda: target.forward(ids)) == flops["target_layers"]
     assert matmuls(lambda: drafter(features, rows)) == flops["context_forward"] + flops["rows_forward"]
     assert matmuls(hidden.sum().backward) == flops["context_backward"] + flops["rows_backward"]
+
+
+def test_features_in_flight_equal_the_counter(target):
+    """Columns for the anchors, backward through them, and the pairs that see them."""
+    drafter, layout, starts = make_drafter(target).freeze().train(), Layout.tree(3), [5, 20, 31]
+    anchors = torch.zeros(1, len(starts), layout.spine, dtype=torch.long)
+    rows = Rows.build(
+        layout, torch.tensor([starts]), layout.token_ids(anchors, 96), taps_BN=torch.full((1, len(starts)), 2)
+    )
+    flops = count(target.config, drafter.config, layout, 50, starts, in_flight=1.0)
+    features, hidden = torch.randn(1, 50, drafter.feature_width), []
+    forward = matmuls(lambda: hidden.append(drafter(features, rows)))
+    assert forward == flops["context_forward"] + flops["in_flight_forward"] + flops["rows_forward"]
+    backward = flops["context_backward"] + flops["in_flight_backward"] + flops["rows_backward"]
+    assert matmuls(hidden[0].sum().backward) == backward
+    assert visible_pairs(layout, 50, starts, 1.0) == drafter.mask(rows, 50).sum()
+    assert visible_pairs(layout, 50, starts, 0.5) < visible_pairs(layout, 50, starts, 1.0)
+
+
+def test_a_text_is_the_sum_of_its_layouts(target, drafter):
+    """Trees, serial windows and the anchors' own labels; what the text alone costs is there once."""
+    layouts = Layout.tree(3), Layout.serial(3)
+    tree, serial = (count(target.config, drafter.config, layout, 50, 2) for layout in layouts)
+    both = count_text(target.config, drafter.config, layouts, 50, [2, 2], spine_labels=True)
+    assert both["target_layers"] == tree["target_layers"]
+    assert both["context_backward"] == serial["context_backward"]
+    assert both["rows_forward"] == tree["rows_forward"] + serial["rows_forward"]
+    labels = 2 * (4 * 3 + 4 + 3)  # windows of the tree, its anchors, the serial window
+    assert both["student_logits"] == 2 * labels * drafter.config.hidden_size * drafter.config.vocab_size
+    assert both["in_flight_forward"] == 0
 
 
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])

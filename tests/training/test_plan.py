@@ -80,7 +80,7 @@ def test_activations_are_what_autograd_saves(bf16, hidden, inter, starts, length
 
     features = torch.randn(1, length, drafter.feature_width)
     settings = StageSection(micro_batch_size=1, max_length=length, starts_per_text=starts, bf16=bf16)
-    whole, checkpointed = activations(drafter.config, layout, settings)
+    whole, checkpointed = activations(drafter.config, (layout,), settings)
     assert whole == pytest.approx(bytes_saved(again=False), rel=0.1)
     layers, inputs = len(drafter.layers), len(drafter.layers) * starts * layout.rows * hidden * 4
     a_layer = (whole - checkpointed + inputs) / (layers - 1)  # the one that backward computes again
@@ -178,6 +178,24 @@ def test_dspark_trains_the_heads_in_serial_windows():
     assert bootstrap.parameters.trained == bootstrap.parameters.engine > finetune.parameters.trained
     assert bootstrap.flops["rows_forward"] * 16 == finetune.flops["rows_forward"] * 3  # 3 rows of a tree's 16
     assert bootstrap.flops["heads_backward"] > 0
+
+
+def test_what_goes_beyond_the_paper_is_planned():
+    """Independent windows carry more rows; serial windows, columns in flight and the anchors' labels come on top."""
+    target = make_target().config
+    paper, independent, early = (
+        make_plan(recipe_for(**more), target, **OPTIONS)
+        for more in (
+            {},
+            {"windows": "independent"},
+            {"in_flight_taps": [0, 1], "serial_windows": True, "spine_loss": 0.5, "known_bonus": 0.5},
+        )
+    )
+    rows, d = paper.flops["rows_forward"], 3
+    assert independent.flops["rows_forward"] * (4 + 4 * d) == rows * (1 + 2 + 3 + 4 + 4 * d)
+    assert early.flops["rows_forward"] * (4 + 4 * d) == rows * (4 + 4 * d + d)
+    assert early.flops["in_flight_forward"] > paper.flops["in_flight_forward"] == 0
+    assert early.memory["activations"] > paper.memory["activations"]
 
 
 @pytest.mark.parametrize(("change", "message"), [
