@@ -32,6 +32,7 @@ from mdflash.chat import Chat
 from mdflash.decoding.build import check_method
 from mdflash.decoding.deployment import Deployment, default_devices, share_cores, usable_device
 from mdflash.decoding.requests import Request, check_prompts
+from mdflash.decoding.tuning import settled
 from mdflash.recipe import EvalSection, Recipe, Stage, read_recipe, resolved
 
 from .benchmarks import Row, built_in, load, origin
@@ -89,6 +90,7 @@ def main(args: list[str] | None = None) -> dict:
         "devices": device_names(devices),
         "config": portable(resolved(recipe)),
         "prompts": describe_prompts(recipe, chat, prompts),
+        "auto": settled(drafters["mdflash"]) if "mdflash" in drafters else {},
         **figures(recipe, records),
     }
     if same := summary["lossless"]:

@@ -206,6 +206,7 @@ def losslessness(summary: dict | None) -> dict | None:
 def speeds(summary: dict) -> dict:
     """Tokens a second and gains of an evaluation, with what it ran under."""
     settings = summary["config"]["eval"]
+    settings |= summary["auto"].get(str(settings["batch_size"]), {})
     return {
         "batch": settings["batch_size"], "temperature": settings["temperature"],
         "gpus": len({device["device"] for device in summary["devices"].values()}),
@@ -331,7 +332,7 @@ def speed_section(speed: dict) -> list[str]:
         for method, gain in run["over_autoregressive"].items():
             over = run["over_dspark"] if method == "dpara" else None
             rows.append([
-                name, method, str(run["gpus"]), str(run["batch"]), f"{run['temperature']:g}",
+                name, f"{method} ({run['taps']} taps, {run['guesses']} guesses)" if method == "dpara" else method, str(run["gpus"]), str(run["batch"]), f"{run['temperature']:g}",
                 number(run["tokens_per_s"][method], 0), interval(gain["value"], gain["ci95"]) if gain else "-",
                 interval(over["value"], over["ci95"]) if over else "-",
             ])  # fmt: skip

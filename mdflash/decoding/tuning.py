@@ -47,6 +47,14 @@ def settle(deployment: Deployment, drafter: MDFlashModel, batch: int, build: Bui
     return known[key]
 
 
+def settled(drafter: MDFlashModel) -> dict[int, dict[str, int]]:
+    """What `auto` came to for a drafter, by batch size."""
+    return {
+        batch: {"in_flight_taps": found.in_flight_taps, "bonus_guesses": found.bonus_guesses}
+        for (_, _, batch), found in SETTLED.get(drafter, {}).items()
+    }
+
+
 def measured(deployment: Deployment, drafter: MDFlashModel, build: Build) -> Deployment:
     """The pair with most expected tokens per ms."""
     trained = (drafter.config.mdflash_config or {}).get("beyond_the_paper", {})
