@@ -330,22 +330,15 @@ def speed_section(speed: dict) -> list[str]:
     rows = []
     for name, run in speed.items():
         for method, gain in run["over_autoregressive"].items():
-            over = run["over_dspark"] if method == "dpara" else None
+            ours = method == "dpara"
+            over = run["over_dspark"] if ours else None
             rows.append([
-                name, f"{method} ({run['taps']} taps, {run['guesses']} guesses)" if method == "dpara" else method, str(run["gpus"]), str(run["batch"]), f"{run['temperature']:g}",
-                number(run["tokens_per_s"][method], 0), interval(gain["value"], gain["ci95"]) if gain else "-",
+                name, f"{method}, {run['taps']} taps, {run['guesses']} guesses" if ours else method, str(run["gpus"]),
+                str(run["batch"]), f"{run['temperature']:g}", number(run["tokens_per_s"][method], 0),
+                interval(gain["value"], gain["ci95"]) if gain else "-",
                 interval(over["value"], over["ci95"]) if over else "-",
             ])  # fmt: skip
-    header = [
-        "run",
-        "method",
-        "GPUs",
-        "batch",
-        "temperature",
-        "tokens/s of a request",
-        "over autoregressive",
-        "over DSpark",
-    ]
+    header = ["run", "method", "GPUs", "batch", "temperature", "tokens/s of a request", "over AR", "over DSpark"]
     return ["## Measured speed", "", *table(header, rows)] if rows else []
 
 

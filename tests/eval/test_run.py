@@ -259,6 +259,8 @@ def test_features_in_flight_and_guesses_in_an_evaluation(project, monkeypatch):
         summary["methods"]["dspark"]["average"]["tau_macro"]
     )
     assert found["replays"]["dpara taps=0 bonus known"]["hit_rate"] == 1.0
+    auto = run.main(["--config", "toy.yaml", "--eval.in_flight_taps", "auto", "--eval.methods", "[dspark,dpara]"])
+    assert auto["auto"] == {1: {"in_flight_taps": 0, "bonus_guesses": 0}}  # this drafter was trained for neither
     extra = [
         "--variants",
         '["", "other"]',
