@@ -152,7 +152,8 @@ class StageSection:
         starts_per_text: starts p drawn in a text; each costs a whole tree (or one k=0 window in the dspark stage). With
             independent windows: starts drawn for every k.
         windows: layout of the mdflash stage: trees (the windows of one start, k = 1..d+1, share their anchors, as in
-            decoding) or independent (every window has its own start and anchors; as many for every k).
+            decoding), independent (every window has its own start and anchors; as many for every k) or serial (k = 0 alone: a
+            control that trains the DSpark drafter on, with nothing of M-DFlash).
         in_flight_taps: counts of the anchors' earliest taps that are in flight, one drawn for each text; [0] is the paper's
             M-DFlash, [0, 1, .., n] makes a drafter for every schedule.
         known_bonus: share of the mdflash stage's windows whose first slot carries the bonus token, for guessed bonuses.
@@ -186,7 +187,7 @@ class StageSection:
     global_batch_size: int = 128
     micro_batch_size: int = 1
     starts_per_text: int = 32
-    windows: Literal["trees", "independent"] = "trees"
+    windows: Literal["trees", "independent", "serial"] = "trees"
     in_flight_taps: list[int] = field(default_factory=lambda: [0])
     known_bonus: float = 0.0
     serial_windows: bool = False
@@ -227,6 +228,8 @@ class StageSection:
         require(0 <= self.known_bonus <= 1, "known_bonus", self.known_bonus, "use a share of the windows in [0, 1]")
         require(0 <= self.spine_loss < math.inf, "spine_loss", self.spine_loss, "use 0 for none, or a positive weight")
         require(0 < self.slot_decay < math.inf, "slot_decay", self.slot_decay, "use a positive number of slots")
+        rule = "windows=serial are k = 0 windows already; choose one of the two"
+        require(not (self.windows == "serial" and self.serial_windows), "serial_windows", self.serial_windows, rule)
         rule = "adapters train the backbone alone; give up one of the two"
         require(not (self.lora and self.train_head), "train_head", self.train_head, rule)
         for name in ("eval_steps", "eval_requests", "save_steps"):

@@ -162,7 +162,7 @@ def mdflash_block(recipe: Recipe, target: Target, drafter: MDFlashModel) -> dict
     return {
         "version": 1,
         "draft_length": d,
-        "anchor_counts": list(Layout.tree(d).branches),
+        "anchor_counts": anchor_counts(stage_layouts(recipe, d)),
         "beyond_the_paper": {name: getattr(recipe.mdflash, name) for name in BEYOND},
         "base_checkpoint": recipe.base_drafter,
         "base_revision": recipe.drafter.base_revision,

@@ -68,6 +68,7 @@ def test_adapters_are_off_unless_named():
         (["--mdflash.known_bonus", "1.5"], "known_bonus=1.5"),
         (["--mdflash.spine_loss", "-1"], "spine_loss=-1"),
         (["--mdflash.slot_decay", "0"], "slot_decay=0"),
+        (["--mdflash.windows", "serial", "--mdflash.serial_windows", "true"], "serial_windows=True"),
         (["--mdflash.train_head", "true", "--mdflash.lora.r", "4"], "train_head=True"),
         (["--dspark.train_head", "true"], "dspark.train_head"),
         (["--variant", "a/b"], "variant='a/b'"),

@@ -243,10 +243,11 @@ def flex_mask(rows: Rows, context_length: int) -> BlockMask:
     return make(visibility(rows, context_length), B, None, R, keys, device=rows.ids.device)
 
 
-# The training setting `windows`: how the mdflash stage lays out its windows of k = 1..d+1 anchors.
+# The training setting `windows`: how the mdflash stage lays out its windows of k = 1..d+1 anchors; serial has none (a control).
 WINDOWS: dict[str, Callable[[int], tuple[Layout, ...]]] = {
     "trees": lambda d: (Layout.tree(d),),
     "independent": lambda d: tuple(Layout.single(k, d) for k in range(1, d + 2)),
+    "serial": lambda d: (Layout.serial(d),),
 }
 
 

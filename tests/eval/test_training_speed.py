@@ -4,35 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import make_drafter, make_target
 
-from eval.training_speed import main, merge, text_flops
-from mdflash.drafter import Layout
-from mdflash.drafter.tree import WINDOWS
-from mdflash.training import STAGE_WEIGHTS, DrafterForTraining
-from mdflash.training.flops import count
-
-
-def module_with(layouts):
-    target = make_target()
-    drafter = make_drafter(target)
-    drafter.embed_tokens.weight.data = target.embed_tokens.weight.detach().clone()
-    drafter.lm_head.weight.data = target.lm_head.weight.detach().clone()
-    return DrafterForTraining(drafter, target, layouts, STAGE_WEIGHTS["mdflash"], 100, bf16=False)
-
-
-def test_flops_of_independent_windows_count_the_context_once():
-    module, starts = module_with(WINDOWS["independent"](3)), torch.arange(1, 9)
-    config, drafter = module._target[0].config, module.drafter.config
-    found = text_flops(module, config, 40, starts, "mdflash")
-    parts = [
-        count(config, drafter, Layout.single(k, 3), 40, pair.tolist())
-        for k, pair in enumerate(starts.chunk(4), start=1)
-    ]
-    assert found["target_layers"] == parts[0]["target_layers"]
-    assert found["context_forward"] == parts[0]["context_forward"]
-    assert found["rows_forward"] == sum(part["rows_forward"] for part in parts)
-    assert found["student_logits"] == sum(part["student_logits"] for part in parts)
+from eval.training_speed import main, merge
 
 
 def test_scaling_compares_the_same_zero_stage(tmp_path):

@@ -13,7 +13,7 @@ from mdflash.training import STAGE_WEIGHTS, DrafterForTraining, WindowDataset
 from mdflash.training.windows import PADDING, fill_rows
 
 D = 3
-LAYOUTS = {name: make(D) for name, make in WINDOWS.items()} | {"serial": (Layout.serial(D),)}
+LAYOUTS = {name: make(D) for name, make in WINDOWS.items()}
 LENGTHS = (40, 9, 23, 12, 31)  # texts; the answers begin at 5 and end one token before the text
 
 

@@ -139,13 +139,14 @@ def test_deepspeed_launcher_and_contract(project, tmp_path):
 def test_the_markov_head_trains_on_demand(project, tmp_path):
     """`train_head` frees it and nothing else of what a finetune leaves alone."""
     folder = fresh(project, tmp_path)
-    record = train(folder, train_head=True, max_steps=2)
+    record = train(folder, train_head=True, max_steps=2, windows="serial")
     before, after = (load_drafter(folder / "runs" / "x" / stage).state_dict() for stage in ("dspark", "mdflash"))
     same = {name.split(".")[0] for name in before if torch.equal(before[name], after[name])}
     assert same == {"embed_tokens", "lm_head", "confidence_head"}
     assert not any(name.startswith("markov_head") for name in record["frozen_sha256"])
     config = json.loads((folder / "runs" / "x" / "mdflash" / "config.json").read_text())
     assert config["mdflash_config"]["beyond_the_paper"]["train_head"] is True
+    assert config["mdflash_config"]["anchor_counts"] == [0]
 
 
 def run(folder, kind="none", step=0, rank=0, ranks=1, **settings):
