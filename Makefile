@@ -11,7 +11,7 @@ EARLY := --config recipes/variants/early.yaml
 STUDY := recipes/smollm2.yaml
 PARTS := results/smollm2
 .DEFAULT_GOAL := help
-.PHONY: help setup demo pipeline study study-train study-measure replay answers bootstrap train eval-acceptance export push bench bench-training test lint
+.PHONY: help setup demo pipeline study study-train study-measure study-ideas replay answers bootstrap train eval-acceptance export push bench bench-training test lint
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -51,6 +51,13 @@ study-measure: setup  ## its acceptance lengths, offline replays and speeds, and
 	for batch in 1 8; do python -m eval.run --config $(STUDY) $(EARLY) --eval.methods [autoregressive,dspark,dpara] --eval.batch_size $$batch \
 	  --eval.in_flight_taps auto --eval.bonus_guesses auto --eval.output $(PARTS)/speed/early-batch$$batch $(ARGS) || exit; done
 	python -m eval.study --config $(STUDY) --latency "[$$(ls docs/results/in_flight_*.json 2>/dev/null | paste -sd,)]" --output docs/results/smollm2_135m.json
+
+study-ideas: setup  ## further finetunes of it, replayed beside the paper's: a trained head, steeper weights, more steps; and a control
+	$(MAKE) train CONFIG=$(STUDY) ARGS="--variant head --mdflash.train_head true $(ARGS)"
+	$(MAKE) train CONFIG=$(STUDY) ARGS="--variant decay --mdflash.slot_decay 2 $(ARGS)"
+	$(MAKE) train CONFIG=$(STUDY) ARGS="--variant long --mdflash.max_steps 2400 $(ARGS)"
+	$(MAKE) train CONFIG=$(STUDY) ARGS="--variant control --mdflash.windows serial --mdflash.train_head true $(ARGS)"
+	python -m eval.offline --config $(STUDY) --variants '["",head,decay,long,control]' --output $(PARTS)/replay/ideas.json $(ARGS)
 
 replay: setup  ## replay greedy decoding of CONFIG's drafters offline: acceptance length under many settings
 	python -m eval.offline --config $(CONFIG) --output results/offline_$(basename $(notdir $(CONFIG))).json $(ARGS)
