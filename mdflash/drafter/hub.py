@@ -11,6 +11,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from ..recipe import BEYOND
 from .checkpoint import load_drafter, save_drafter, weight_files
 from .model import MDFlashModel
 
@@ -159,7 +160,7 @@ def model_card(drafter: MDFlashModel, training: dict, summary: dict, license: st
         f"# {kind} drafter for {shown(target) or 'its target'}",
         introduction(drafter, method),
         provenance(block, target, recipe),
-        how_to_load(target, block, method),
+        how_to_load(target, block, method, str(config.dtype or "bfloat16").removeprefix("torch.")),
         results(summary) if summary else "",
         training_record(training) if training else "",
     ]
@@ -197,6 +198,7 @@ def provenance(block: dict, target: str | None, recipe: dict) -> str:
         "base DSpark drafter": shown(block.get("base_checkpoint") or source.get("base")),
         "revision of the base drafter": block.get("base_revision") or source.get("base_revision"),
         "anchor counts trained": block.get("anchor_counts"),
+        "beyond the paper": ", ".join(f"{name}: {value}" for name, value in beyond(block).items()) or None,
         "training answers (sha256)": block.get("data_sha256"),
         "chat template (sha256)": block.get("chat_template_sha256"),
         "thinking": None if thinking is None else ("on" if thinking else "off"),
@@ -204,17 +206,27 @@ def provenance(block: dict, target: str | None, recipe: dict) -> str:
     return "## Origin\n\n" + table(["", ""], [[name, str(fact)] for name, fact in facts.items() if fact is not None])
 
 
-def how_to_load(target: str | None, block: dict, method: str) -> str:
-    """A program that loads target and drafter and decodes."""
+def beyond(block: dict) -> dict:
+    """What the finetune had switched on that the paper's has not."""
+    return {name: value for name, value in block.get("beyond_the_paper", {}).items() if value != BEYOND.get(name)}
+
+
+def how_to_load(target: str | None, block: dict, method: str, dtype: str) -> str:
+    """A program that loads target and drafter and decodes, early and with guesses where it was trained for them."""
+    early = {"in_flight_taps": "in_flight_taps", "known_bonus": "bonus_guesses"}
+    settings = "".join(f', {setting}="auto"' for name, setting in early.items() if name in beyond(block))
     revision = f', revision="{block["target_revision"]}"' if block.get("target_revision") else ""
     return f"""## Use
 
 ```python
 import mdflash
 
-target = mdflash.load_target("{shown(target) or "TARGET"}", dtype="bfloat16"{revision})
-drafter = mdflash.load_drafter("THIS_REPOSITORY", dtype="bfloat16")
-(answer,) = mdflash.decode(target, drafter, ["Why is the sky blue?"], method="{method}", devices="cuda:0,cuda:1")
+target = mdflash.load_target("{shown(target) or "TARGET"}", dtype="{dtype}"{revision})
+drafter = mdflash.load_drafter("THIS_REPOSITORY", dtype="{dtype}")
+devices = "cuda:0,cuda:1"  # target's and drafter's; "cuda:0,cuda:0" with one GPU, "cpu,cpu" without
+(answer,) = mdflash.decode(
+    target, drafter, ["Why is the sky blue?"], method="{method}", devices=devices{settings}
+)
 print(target.tokenizer.decode(answer.token_ids), answer.tau)
 ```"""
 

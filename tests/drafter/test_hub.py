@@ -83,10 +83,27 @@ def test_card_tells_the_origin(exported):
     assert card.data.pipeline_tag == "text-generation"
     for fact in ("targetrev", "owner/dspark-base", "baserev", "d" * 64, "c" * 64, "thinking | off", "steps: 450"):
         assert fact in card.text
-    assert 'mdflash.load_target("owner/target", dtype="bfloat16", revision="targetrev")' in card.text
+    assert 'mdflash.load_target("owner/target", dtype="float32", revision="targetrev")' in card.text
     assert "mdflash.load_drafter(" in card.text
     assert 'method="dpara"' in card.text
     assert "engines that read DSpark drafters load it unchanged" in card.text
+
+
+def test_card_tells_what_goes_beyond_the_paper(checkpoint, tmp_path):
+    """And decodes with it; settings left as the paper has them are not told."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    early = {
+        "in_flight_taps": [0, 1],
+        "known_bonus": 0.5,
+        "serial_windows": False,
+        "spine_loss": 0.0,
+        "train_head": True,
+    }
+    config["mdflash_config"]["beyond_the_paper"] = early
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    text = (hub.export(checkpoint, tmp_path / "early") / "README.md").read_text()
+    assert "in_flight_taps: [0, 1], known_bonus: 0.5, train_head: True" in text
+    assert 'in_flight_taps="auto", bonus_guesses="auto"' in text
 
 
 def test_card_leaves_out_paths_of_one_machine_and_long_lists(exported):
