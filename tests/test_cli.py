@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import FIXTURES, make_drafter, make_target, make_tokenizer
 
-from mdflash import cli
+from mdflash import cli, live
 from mdflash.drafter import hub
 
 ROOT = Path(__file__).parent.parent
@@ -154,7 +154,7 @@ def test_generate_with_an_unknown_method_or_missing_drafter(recipe, models, caps
 def test_stream_holds_incomplete_characters_back(capsys):
     tokenizer = make_tokenizer()
     ids = tokenizer("aé→b", add_special_tokens=False)["input_ids"]
-    stream, written = cli.Stream(tokenizer), []
+    stream, written = live.Stream(tokenizer), []
     with stream:
         for count in range(1, len(ids) + 1):
             stream.on_round(0, SimpleNamespace(token_ids=ids[:count]))
@@ -167,7 +167,7 @@ def test_stream_holds_incomplete_characters_back(capsys):
 def test_stream_writes_what_stays_incomplete_at_the_end(capsys):
     tokenizer = make_tokenizer()
     ids = tokenizer("aé", add_special_tokens=False)["input_ids"]
-    with cli.Stream(tokenizer) as stream:
+    with live.Stream(tokenizer) as stream:
         stream.on_round(0, SimpleNamespace(token_ids=ids[:-1]))
     assert capsys.readouterr().out == "a\ufffd\n"
 
@@ -175,7 +175,7 @@ def test_stream_writes_what_stays_incomplete_at_the_end(capsys):
 def test_live_stream_ends_with_the_whole_text(capsys):
     tokenizer = make_tokenizer()
     ids = tokenizer("one [b]\ntwo", add_special_tokens=False)["input_ids"]
-    with cli.LiveStream(tokenizer) as stream:
+    with live.LiveStream(tokenizer) as stream:
         for count in (3, len(ids)):
             stream.on_round(0, SimpleNamespace(token_ids=ids[:count], rounds=[], decode_s=0.0))
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
