@@ -14,6 +14,7 @@ answer's own pass. Shape legend: mdflash/drafter/tree.py.
 
 import copy
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -31,13 +32,14 @@ from mdflash.decoding.types import Round
 from mdflash.drafter import Layout, Rows
 from mdflash.drafter.backbone import ContextKV
 from mdflash.drafter.sampling import Sampling
-from mdflash.recipe import EvalSection, Recipe, Stage, read_recipe
+from mdflash.recipe import EvalSection, Recipe, Stage, read_recipe, require
 
 from .benchmarks import load
 from .run import checkpoint, load_recipe_target, provenance
 from .statistics import Record, summarise, tau_ratio
 
 BEYOND_THE_END = -1
+GUESS_SOURCES = ("spine", "draft")
 CROWDED = 0.75  # texts that are through leave the pass when fewer than this share go on
 
 
@@ -177,41 +179,80 @@ def comparable(rounds: Sequence[Round]) -> list[Round]:
 
 
 def main(args: list[str] | None = None) -> dict:
-    """Replay the grid; returns what the output file holds."""
+    """Replay the grid, rewriting the output file after every drafter; returns what it holds."""
     recipe, values = read_recipe(args, __doc__.splitlines()[0], extra=arguments)
+    check_values(values)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     kinds = grid(values.variants, values.taps, values.guesses, values.guess_source, values.oracle_taps)
-    config_file, dtype = str(values.config[-1]), recipe.eval.dtype or recipe.target.dtype
     folders = {
-        name: checkpoint(recipe if variant is None else replace(recipe, variant=variant), stage, config_file)
+        name: checkpoint(recipe if variant is None else replace(recipe, variant=variant), stage, str(values.config[-1]))
         for name, (stage, variant, _) in kinds.items()
     }
+    by_folder = {
+        folder: {name: kinds[name][2] for name in kinds if folders[name] == folder} for folder in folders.values()
+    }
+    drafters = {folder: load_one(recipe, folder, device) for folder in by_folder}
+    for folder, settings in by_folder.items():
+        check_settings(drafters[folder], settings)
+    output = Path(values.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
     target = load_recipe_target(recipe, device)
     asked, prompts = questions(recipe, target)
-    answers = greedy_answers(target, prompts, recipe.eval, device)
-    records: dict[str, list[Record]] = {}
-    live: dict[str, dict] = {}
-    for folder in dict.fromkeys(folders.values()):
-        drafter = load_drafter(folder, dtype, device)
-        settings = {name: kinds[name][2] for name in kinds if folders[name] == folder}
-        records |= replayed(target, drafter, asked, prompts, answers, settings, values.at_once)
-        if values.live:
-            live |= {
-                name: live_agreement(
-                    target, drafter, prompts[:: len(prompts) // values.live][: values.live], setting, recipe.eval
-                )
-                for name, setting in settings.items()
-                if not setting.bonus_known
-            }
+    require(values.live <= len(asked), "live", values.live, f"there are {len(asked)} requests; use a number up to that")
     made = provenance("eval.offline", args) | {"recipe": recipe.name, "requests": len(asked), "replays": {}}
-    for name, (_, _, setting) in kinds.items():
-        found = asdict(setting) | figures(records[name], records["dspark"], recipe)
-        made["replays"][name] = found | ({"live": live[name]} if name in live else {})
-        share = found["share_of_dspark"]["value"]
-        print(f"{name:32} tau {found['tau_macro']:.3f}  share {share:.3f}  guessed {found['hit_rate']:.2f}", flush=True)
-    Path(values.output).parent.mkdir(parents=True, exist_ok=True)
-    Path(values.output).write_text(json.dumps(made, indent=1) + "\n")
+    answers = greedy_answers(target, prompts, recipe.eval, device)
+    some = prompts[:: len(prompts) // values.live][: values.live] if values.live else []
+    base: list[Record] = []
+    for folder, settings in by_folder.items():
+        records = replayed(target, drafters[folder], asked, prompts, answers, settings, values.at_once)
+        base = base or records["dspark"]
+        for name, setting in settings.items():
+            found = asdict(setting) | figures(records[name], base, recipe)
+            if some and not setting.bonus_known:
+                found["live"] = live_agreement(target, drafters[folder], some, setting, recipe.eval)
+            made["replays"][name] = found
+            print(line(name, found), flush=True)
+        output.write_text(json.dumps(made, indent=1) + "\n")
     return made
+
+
+def line(name: str, found: dict) -> str:
+    """A replay's figures for the terminal."""
+    share = found["share_of_dspark"]
+    text = f"{name:32} tau {found['tau_macro']:.3f}  share {share['value']:.3f}" if share else f"{name:32} no rounds"
+    live = f"  live {found['live']['equal']} of {found['live']['requests']}" if "live" in found else ""
+    return text + f"  guessed {found['hit_rate']:.2f}" + live
+
+
+def check_values(values) -> None:
+    """What can be wrong in the command's own options before anything is loaded."""
+    require(min(values.taps, default=0) >= 0, "taps", values.taps, "use counts from 0 on")
+    require(
+        min(values.guesses, default=0) >= -1, "guesses", values.guesses, "use counts from 0 on, or -1 to know the bonus"
+    )
+    require(
+        values.guess_source in GUESS_SOURCES, "guess_source", values.guess_source, f"use {' or '.join(GUESS_SOURCES)}"
+    )
+    require(len(set(values.variants)) == len(values.variants), "variants", values.variants, "name each once")
+    require(values.live >= 0, "live", values.live, "use 0 for none, or a number of requests")
+    require(values.at_once > 0, "at_once", values.at_once, "use a positive number of texts")
+    require(values.oracle_taps >= 0, "oracle_taps", values.oracle_taps, "use 0 for none, or a count of taps")
+
+
+def check_settings(drafter: MDFlashModel, settings: dict[str, Setting]) -> None:
+    """Whether the drafter can do what is asked of it."""
+    taps, vocabulary = len(drafter.config.target_layer_ids), drafter.config.vocab_size
+    for setting in settings.values():
+        rule = f"this drafter has {taps} taps; use counts up to that"
+        require(setting.in_flight_taps <= taps, "taps", setting.in_flight_taps, rule)
+        rule = f"the vocabulary has {vocabulary} tokens; use a few"
+        require(setting.guesses < vocabulary, "guesses", setting.guesses, rule)
+
+
+def load_one(recipe: Recipe, folder: str, device: str) -> MDFlashModel:
+    """A replayed drafter, a published one at its pinned revision."""
+    revision = recipe.drafter.base_revision if folder == recipe.drafter.base else None
+    return load_drafter(folder, recipe.eval.dtype or recipe.target.dtype, device, revision)
 
 
 def arguments(parser) -> None:
@@ -331,4 +372,7 @@ def figures(records: list[Record], dspark: list[Record], recipe: Recipe) -> dict
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -161,9 +161,10 @@ def checkpoint(recipe: Recipe, stage: Stage, config_file: str) -> str:
         return recipe.drafter.base
     folder = recipe.stage_dir(stage)
     if not (folder / "config.json").is_file():
+        variant = f" --variant {recipe.variant}" if recipe.variant and stage == "mdflash" else ""
         raise FileNotFoundError(
             f"{folder} holds no finished drafter: make it with "
-            f"`deepspeed recipes/train_mdflash.py --config {config_file} --stage {stage}`"
+            f"`deepspeed recipes/train_mdflash.py --config {config_file} --stage {stage}{variant}`"
         )
     return str(folder)
 

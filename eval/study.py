@@ -10,9 +10,10 @@ steps the projection divides by. Beside FILE.json it writes FILE.md, FILE_curves
 """
 
 import json
+import sys
 from pathlib import Path
 
-from mdflash.recipe import Recipe, read_recipe
+from mdflash.recipe import Recipe, read_recipe, require
 
 from .report import canvas, interval, save
 
@@ -52,6 +53,13 @@ class Parts:
         self.replays = {file.stem: read(file) for file in sorted(folder.glob("replay/*.json"))}
         self.trained = {file.parent.name: read(file) for file in sorted(recipe.run_dir.glob("*/training.json"))}
         self.latency = {file.stem: read(file) for file in latency}
+        for name, grid in self.latency.items():
+            require(
+                bool(grid and "ms" in grid),
+                "latency",
+                name,
+                "name files that eval.decoding_speed has written with --taps",
+            )
 
     def all(self) -> list[dict]:
         """Every measured file."""
@@ -69,8 +77,11 @@ class Parts:
 
 
 def read(file: Path) -> dict | None:
-    """A JSON file, None where there is none."""
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    """A JSON file, None where there is none. ValueError names one that is no JSON."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}): run its command again, or delete it") from error
 
 
 # ---- figures ----
@@ -147,6 +158,7 @@ def share_table(replay: dict) -> dict[str, dict]:
             "hit_rate": found["hit_rate"], "after_r": found["tau_after_r"],
         }
         for name, found in replay["replays"].items()
+        if found["share_of_dspark"]
     }  # fmt: skip
 
 
@@ -206,7 +218,7 @@ def losslessness(summary: dict | None) -> dict | None:
 def speeds(summary: dict) -> dict:
     """Tokens a second and gains of an evaluation, with what it ran under."""
     settings = summary["config"]["eval"]
-    settings |= summary["auto"].get(str(settings["batch_size"]), {})
+    settings |= summary.get("auto", {}).get(str(settings["batch_size"]), {})
     return {
         "batch": settings["batch_size"], "temperature": settings["temperature"],
         "gpus": len({device["device"] for device in summary["devices"].values()}),
@@ -215,7 +227,7 @@ def speeds(summary: dict) -> dict:
         "over_autoregressive": {
             name: figures["average"]["speedup"] for name, figures in summary["methods"].items() if name != "autoregressive"
         },
-        "over_dspark": summary["speed_ratios"].get("dpara_over_dspark"),
+        "over_dspark": summary.get("speed_ratios", {}).get("dpara_over_dspark"),
     }  # fmt: skip
 
 
@@ -390,4 +402,7 @@ def plot_shares(shares: dict[str, dict], file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

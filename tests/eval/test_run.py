@@ -283,6 +283,37 @@ def test_features_in_flight_and_guesses_in_an_evaluation(project, monkeypatch):
     assert "live" not in several["other: dpara taps=2 bonus known"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--taps", "[-1]"], "from 0 on"),
+        (["--taps", "[3]"], "2 taps"),
+        (["--oracle_taps", "3"], "2 taps"),
+        (["--guesses", "[300]"], "300 tokens"),
+        (["--guesses", "[-2]"], "-1 to know"),
+        (["--guess_source", "oracle"], "spine or draft"),
+        (["--variants", "[a,a]"], "name each once"),
+        (["--variants", "[nope]"], "--variant nope"),
+        (["--live", "99"], "4 requests"),
+        (["--at_once", "0"], "at_once=0"),
+    ],
+)
+def test_a_replay_refuses_bad_options(project, monkeypatch, options, message):
+    monkeypatch.chdir(project)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        offline.main(["--config", "toy.yaml", "--output", "refused.json", *options])
+    assert not (project / "refused.json").exists()
+
+
+def test_a_study_names_a_file_that_it_cannot_read(project, monkeypatch):
+    monkeypatch.chdir(project)
+    (project / "torn.json").write_text('{"ms": ')
+    (project / "other.json").write_text("{}")
+    for file, message in (("torn.json", "torn.json is no JSON"), ("other.json", "other"), ("none.json", "none")):
+        with pytest.raises(ValueError, match=message):
+            study.main(["--config", "toy.yaml", "--output", "x.json", "--latency", f"[{file}]"])
+
+
 def test_a_study_is_gathered_from_its_parts(project, monkeypatch):
     """Figures of record are the parts' own; what is not there is named and null."""
     monkeypatch.chdir(project)
