@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mdflash.recipe import Recipe, read_recipe, require
 
-from .report import canvas, interval, save
+from .study_page import page, plot_curves, plot_shares
 
 HIDDEN = 0.99  # share of rounds whose drafting must be done before the verify pass for a schedule to count as hidden
 
@@ -54,12 +54,8 @@ class Parts:
         self.trained = {file.parent.name: read(file) for file in sorted(recipe.run_dir.glob("*/training.json"))}
         self.latency = {file.stem: read(file) for file in latency}
         for name, grid in self.latency.items():
-            require(
-                bool(grid and "ms" in grid),
-                "latency",
-                name,
-                "name files that eval.decoding_speed has written with --taps",
-            )
+            rule = "name files that eval.decoding_speed has written with --taps"
+            require(bool(grid and "ms" in grid), "latency", name, rule)
 
     def all(self) -> list[dict]:
         """Every measured file."""
@@ -82,9 +78,6 @@ def read(file: Path) -> dict | None:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
     except ValueError as error:
         raise ValueError(f"{file} is no JSON ({error}): run its command again, or delete it") from error
-
-
-# ---- figures ----
 
 
 def study(parts: Parts) -> dict:
@@ -264,141 +257,6 @@ def curve(trained: dict) -> list[dict]:
         }
         for step, entry in seen.items()
     ]
-
-
-# ---- page and plots ----
-
-
-def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """A Markdown table, numbers to the right; nothing without rows."""
-    lines = [f"| {' | '.join(header)} |", "| --- |" + " ---: |" * (len(header) - 1)]
-    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""] if rows else []
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """3.490; a dash for none."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def page(found: dict, stem: str) -> str:
-    """The study in Markdown."""
-    lines = [f"# {stem}", "", "Made by `make study`; every figure is in the JSON beside this page.", ""]
-    if found["missing"]:
-        lines += [f"Not measured yet: {', '.join(found['missing'])}.", ""]
-    lines += table(["figure", "value"], [[f"`{name}`", number(value)] for name, value in found["figures"].items()])
-    for title, key in (("Greedy", "greedy"), ("Temperature 1", "sampled")):
-        lines += acceptance_section(title, found[key], found["ratios"][key])
-    if same := found["lossless"]:
-        lines += [
-            f"Greedy answers identical to autoregressive: {same['identical']} of {same['of']}; of the others rounding "
-            f"explains {same['explained']} (largest margin {number(same['largest_margin'])}).", "",
-        ]  # fmt: skip
-    for name, rows in found["shares"].items():
-        lines += [f"## Share of DSpark's acceptance length: {name}", "", *shares_table(rows)]
-    if found["gap"]:
-        lines += [
-            "## What limits τ",
-            "",
-            *table(["share of DSpark's", ""], [[k, number(v)] for k, v in found["gap"].items()]),
-        ]
-    lines += speed_section(found["speed"])
-    for name, rows in found["projections"].items():
-        lines += projection_section(name, rows)
-    lines += ["## Curves", "", f"![Held-out acceptance length]({stem}_curves.png)", "", "## Made with", "", "```"]
-    lines += [
-        *found["command"],
-        "```",
-        "",
-        f"Revision {', '.join(found['revision'])} on {', '.join(found['devices'])}.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def acceptance_section(title: str, methods: dict | None, ratios: dict | None) -> list[str]:
-    """τ by benchmark and method, and the paired ratios."""
-    if not methods:
-        return []
-    names = next(iter(methods.values()))
-    rows = [[name, *(interval(*figures[name]) for figures in methods.values())] for name in names]
-    told = [
-        f"- {name.replace('_', ' ')}: {interval(ratio['value'], ratio['ci95'], 3)} (pooled, paired by request)"
-        for name, ratio in (ratios or {}).items()
-        if ratio
-    ]
-    return [f"## {title}", "", *table(["τ", *methods], rows), *told, ""]
-
-
-def shares_table(rows: dict[str, dict]) -> list[str]:
-    """One line a replay."""
-    told = [
-        [name, number(row["tau"]), interval(row["share"], row["ci95"], 3), number(row["hit_rate"], 2)]
-        for name, row in rows.items()
-    ]
-    return table(["replay", "τ", "share", "guessed right"], told)
-
-
-def speed_section(speed: dict) -> list[str]:
-    """Measured gains, a line for every run and method."""
-    rows = []
-    for name, run in speed.items():
-        for method, gain in run["over_autoregressive"].items():
-            ours = method == "dpara"
-            over = run["over_dspark"] if ours else None
-            rows.append([
-                name, f"{method}, {run['taps']} taps, {run['guesses']} guesses" if ours else method, str(run["gpus"]),
-                str(run["batch"]), f"{run['temperature']:g}", number(run["tokens_per_s"][method], 0),
-                interval(gain["value"], gain["ci95"]) if gain else "-",
-                interval(over["value"], over["ci95"]) if over else "-",
-            ])  # fmt: skip
-    header = ["run", "method", "GPUs", "batch", "temperature", "tokens/s of a request", "over AR", "over DSpark"]
-    return ["## Measured speed", "", *table(header, rows)] if rows else []
-
-
-def projection_section(name: str, rows: list[dict]) -> list[str]:
-    """The projection of one shape, its best hidden schedule of every batch first named."""
-    lines = [
-        f"## Projection: {name}",
-        "",
-        "Share of this model times the measured steps of that shape: no measurement.",
-        "",
-    ]
-    for batch in sorted({row["batch"] for row in rows}):
-        hidden = [row for row in rows if row["batch"] == batch and row["hidden"]]
-        if best := max(hidden, key=lambda row: row["over_dspark"], default=None):
-            told = f"{best['taps']} taps, {best['guesses']} guesses: {best['over_dspark']:.3f} x DSpark's tokens/s"
-            lines.append(f"- batch {batch}, best hidden: {told}")
-    header = ["batch, taps, guesses", "step, ms", "DSpark step, ms", "hidden", "over DSpark"]
-    told = [
-        [
-            f"{row['batch']}, {row['taps']}, {row['guesses']}", number(row["step_ms"], 2), number(row["dspark_step_ms"], 2),
-            number(row["hidden_share"], 2), number(row["over_dspark"]),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return [*lines, "", *table(header, told)]
-
-
-def plot_curves(curves: dict[str, list[dict]], file: Path) -> None:
-    """Held-out acceptance length by step, a line a stage."""
-    figure, axes = canvas(width=7)
-    for index, (name, points) in enumerate(curves.items()):
-        shown = [(point["step"], point["tau"]) for point in points if point["tau"]]
-        axes.plot(*zip(*shown, strict=True), marker="o", color=f"C{index}", label=name) if shown else None
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("held-out τ")
-    save(figure, axes, file)
-
-
-def plot_shares(shares: dict[str, dict], file: Path) -> None:
-    """Share of DSpark's τ by guesses, a line for every count of taps."""
-    figure, axes = canvas(width=7)
-    rows = [r for r in shares.get("early", {}).values() if r["finetuned"] and not r["serial"] and not r["oracle"]]
-    for index, taps in enumerate(sorted({row["taps"] for row in rows})):
-        line = sorted((row["guesses"], row["share"]) for row in rows if row["taps"] == taps)
-        axes.plot(*zip(*line, strict=True), marker="o", color=f"C{index}", label=f"{taps} taps in flight")
-    axes.set_xlabel("guessed bonuses a boundary")
-    axes.set_ylabel("share of DSpark's τ")
-    save(figure, axes, file)
 
 
 if __name__ == "__main__":
