@@ -27,15 +27,19 @@ from tqdm import tqdm
 
 from mdflash import MDFlashModel, RequestResult, Target, decode, load_drafter
 from mdflash.chat import Chat
+from mdflash.decoding.build import check_method
 from mdflash.decoding.drafter_runner import alternatives_as_guesses, guess_bonuses
+from mdflash.decoding.fast import why_not_fast
 from mdflash.decoding.types import Round
 from mdflash.drafter import Layout, Rows
 from mdflash.drafter.backbone import ContextKV
 from mdflash.drafter.sampling import Sampling
 from mdflash.recipe import EvalSection, Recipe, Stage, read_recipe, require
+from mdflash.target.target import check_pair
+from mdflash.training.checkpoints import write_whole
 
 from .benchmarks import load
-from .run import checkpoint, load_recipe_target, provenance
+from .run import check_settings, checkpoint, load_recipe_target, provenance
 from .statistics import Record, summarise, tau_ratio
 
 BEYOND_THE_END = -1
@@ -182,23 +186,27 @@ def main(args: list[str] | None = None) -> dict:
     """Replay the grid, rewriting the output file after every drafter; returns what it holds."""
     recipe, values = read_recipe(args, __doc__.splitlines()[0], extra=arguments)
     check_values(values)
+    check_settings(recipe)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     kinds = grid(values.variants, values.taps, values.guesses, values.guess_source, values.oracle_taps)
+    config_file = str(values.config[-1]) if values.config else "RECIPE.yaml"
     folders = {
-        name: checkpoint(recipe if variant is None else replace(recipe, variant=variant), stage, str(values.config[-1]))
+        name: checkpoint(recipe if variant is None else replace(recipe, variant=variant), stage, config_file)
         for name, (stage, variant, _) in kinds.items()
     }
     by_folder = {
         folder: {name: kinds[name][2] for name in kinds if folders[name] == folder} for folder in folders.values()
     }
     drafters = {folder: load_one(recipe, folder, device) for folder in by_folder}
-    for folder, settings in by_folder.items():
-        check_settings(drafters[folder], settings)
-    output = Path(values.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
     target = load_recipe_target(recipe, device)
+    for folder, settings in by_folder.items():
+        check_pair(target, drafters[folder])
+        check_drafter(drafters[folder], settings)
+    reason = why_not_fast(target) if values.live and recipe.eval.runner == "fast" else None
+    require(not reason, "eval.runner", "fast", f"{reason}; use auto or eager")
     asked, prompts = questions(recipe, target)
     require(values.live <= len(asked), "live", values.live, f"there are {len(asked)} requests; use a number up to that")
+    output = Path(values.output)
     made = provenance("eval.offline", args) | {"recipe": recipe.name, "requests": len(asked), "replays": {}}
     answers = greedy_answers(target, prompts, recipe.eval, device)
     some = prompts[:: len(prompts) // values.live][: values.live] if values.live else []
@@ -206,13 +214,15 @@ def main(args: list[str] | None = None) -> dict:
     for folder, settings in by_folder.items():
         records = replayed(target, drafters[folder], asked, prompts, answers, settings, values.at_once)
         base = base or records["dspark"]
+        for name in settings:
+            made["replays"][name] = asdict(settings[name]) | figures(records[name], base, recipe)
+        write_whole(output, json.dumps(made, indent=1) + "\n")
         for name, setting in settings.items():
-            found = asdict(setting) | figures(records[name], base, recipe)
             if some and not setting.bonus_known:
-                found["live"] = live_agreement(target, drafters[folder], some, setting, recipe.eval)
-            made["replays"][name] = found
-            print(line(name, found), flush=True)
-        output.write_text(json.dumps(made, indent=1) + "\n")
+                agreement = live_agreement(target, drafters[folder], some, setting, recipe.eval)
+                made["replays"][name]["live"] = agreement
+                write_whole(output, json.dumps(made, indent=1) + "\n")
+            print(line(name, made["replays"][name]), flush=True)
     return made
 
 
@@ -236,11 +246,15 @@ def check_values(values) -> None:
     require(len(set(values.variants)) == len(values.variants), "variants", values.variants, "name each once")
     require(values.live >= 0, "live", values.live, "use 0 for none, or a number of requests")
     require(values.at_once > 0, "at_once", values.at_once, "use a positive number of texts")
+    folder = not values.output or Path(values.output).is_dir()
+    require(not folder, "output", values.output, "name a JSON file, not a folder")
+    Path(values.output).parent.mkdir(parents=True, exist_ok=True)
     require(values.oracle_taps >= 0, "oracle_taps", values.oracle_taps, "use 0 for none, or a count of taps")
 
 
-def check_settings(drafter: MDFlashModel, settings: dict[str, Setting]) -> None:
-    """Whether the drafter can do what is asked of it."""
+def check_drafter(drafter: MDFlashModel, settings: dict[str, Setting]) -> None:
+    """Whether the drafter can do what is asked of it; a rank-0 one is no DSpark drafter."""
+    check_method("dspark", drafter)
     taps, vocabulary = len(drafter.config.target_layer_ids), drafter.config.vocab_size
     for setting in settings.values():
         rule = f"this drafter has {taps} taps; use counts up to that"

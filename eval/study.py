@@ -11,21 +11,31 @@ steps the projection divides by. Beside FILE.json it writes FILE.md, FILE_curves
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mdflash.recipe import Recipe, read_recipe, require
 
 from .study_page import page, plot_curves, plot_shares
 
+MADE = ("command", "revision", "versions", "devices")
+SUMMARY, REPLAY, GRID = (*MADE, "config", "methods", "ratios", "lossless"), (*MADE, "replays"), (*MADE, "ms")
 HIDDEN = 0.99  # share of rounds whose drafting must be done before the verify pass for a schedule to count as hidden
 
 
 def main(args: list[str] | None = None) -> dict:
     """Gather, write, and return what the JSON holds."""
     recipe, values = read_recipe(args, __doc__.splitlines()[0], extra=arguments)
+    output = Path(values.output)
+    require(output.suffix == ".json", "output", values.output, "name a .json file; page and plots lie beside it")
+    require(
+        len({Path(file).stem for file in values.latency}) == len(values.latency),
+        "latency",
+        values.latency,
+        "give each file a name of its own",
+    )
     parts = Parts(recipe, [Path(file) for file in values.latency])
     found = study(parts)
-    output = Path(values.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     output.with_suffix(".md").write_text(page(found, output.stem), encoding="utf-8")
@@ -48,14 +58,16 @@ class Parts:
 
     def __init__(self, recipe: Recipe, latency: list[Path]):
         folder = recipe.results_dir
-        self.greedy, self.sampled = (read(folder / name / "summary.json") for name in ("greedy", "sampled"))
-        self.speed = {file.parent.name: read(file) for file in sorted(folder.glob("speed/*/summary.json"))}
-        self.replays = {file.stem: read(file) for file in sorted(folder.glob("replay/*.json"))}
-        self.trained = {file.parent.name: read(file) for file in sorted(recipe.run_dir.glob("*/training.json"))}
-        self.latency = {file.stem: read(file) for file in latency}
-        for name, grid in self.latency.items():
-            rule = "name files that eval.decoding_speed has written with --taps"
-            require(bool(grid and "ms" in grid), "latency", name, rule)
+        greedy, sampled, *speed = (folder / "greedy", folder / "sampled", *sorted(folder.glob("speed/*")))
+        self.greedy, self.sampled = (read(part / "summary.json", SUMMARY) for part in (greedy, sampled))
+        self.speed = {part.name: read(part / "summary.json", SUMMARY) for part in speed}
+        self.speed = {name: summary for name, summary in self.speed.items() if summary}
+        self.replays = {file.stem: read(file, REPLAY) for file in sorted(folder.glob("replay/*.json"))}
+        curves = sorted(recipe.run_dir.glob("*/training.json"))
+        self.trained = {file.parent.name: read(file, ("loss_curve",)) for file in curves}
+        for file in latency:
+            require(file.is_file(), "latency", str(file), "no such file; name grids of eval.decoding_speed")
+        self.latency = {file.stem: read(file, GRID) for file in latency}
 
     def all(self) -> list[dict]:
         """Every measured file."""
@@ -72,12 +84,18 @@ class Parts:
         return [name for name, part in there.items() if not part]
 
 
-def read(file: Path) -> dict | None:
-    """A JSON file, None where there is none. ValueError names one that is no JSON."""
+def read(file: Path, keys: Sequence[str]) -> dict | None:
+    """A JSON file, None where there is none. ValueError names one that is torn or lacks one of the keys."""
+    if not file.is_file():
+        return None
     try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is no JSON ({error}): run its command again, or delete it") from error
+    missing = [key for key in keys if not isinstance(found, dict) or key not in found]
+    if missing:
+        raise ValueError(f"{file} lacks {', '.join(missing)}: run its command again, or delete it")
+    return found
 
 
 def study(parts: Parts) -> dict:
@@ -211,7 +229,8 @@ def losslessness(summary: dict | None) -> dict | None:
 def speeds(summary: dict) -> dict:
     """Tokens a second and gains of an evaluation, with what it ran under."""
     settings = summary["config"]["eval"]
-    settings |= summary.get("auto", {}).get(str(settings["batch_size"]), {})
+    settled = summary.get("auto", {})  # by batch size, which a short benchmark makes smaller
+    settings |= settled.get(str(settings["batch_size"])) or (settled[max(settled, key=int)] if settled else {})
     return {
         "batch": settings["batch_size"], "temperature": settings["temperature"],
         "gpus": len({device["device"] for device in summary["devices"].values()}),

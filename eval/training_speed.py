@@ -123,7 +123,7 @@ def step_figures(recipe: Recipe, config) -> Iterator[dict]:
     starts = [column.tolist() for column in batch["start"][0].chunk(len(module.layouts))]
     flops = count_text(
         config, module.drafter.config, module.layouts, length, starts, recipe.stage, Mix.of(settings).in_flight,
-        settings.spine_loss > 0,
+        settings.spine_loss > 0, settings.train_head,
     )  # fmt: skip
     accumulation = settings.global_batch_size // texts
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-6, fused=True)

@@ -135,8 +135,12 @@ class LoraSection:
         )  # fmt: skip
 
 
-# Settings of the mdflash stage that go beyond the paper, and what turns each off.
-BEYOND = {"in_flight_taps": [0], "known_bonus": 0.0, "serial_windows": False, "spine_loss": 0.0, "train_head": False}
+# Settings of the mdflash stage in which a finetune may differ from the paper's, and the paper's values.
+BEYOND = {
+    "in_flight_taps": [0], "known_bonus": 0.0, "serial_windows": False, "spine_loss": 0.0, "train_head": False,
+    "windows": "trees", "slot_decay": 4.0,
+}  # fmt: skip
+OF_EVERY_STAGE = {"slot_decay"}
 
 
 @dataclass
@@ -218,7 +222,7 @@ class StageSection:
             require(getattr(self, name) > 0, name, getattr(self, name), "use a positive integer")
         require(self.save_total_limit > 0, "save_total_limit", self.save_total_limit, "keep at least one checkpoint")
         require(self.max_steps >= 0, "max_steps", self.max_steps, "use 0 to go by epochs, or a positive integer")
-        require(self.epochs > 0, "epochs", self.epochs, "use a positive number")
+        require(0 < self.epochs < math.inf, "epochs", self.epochs, "use a positive number")
         require(0 <= self.warmup_ratio < 1, "warmup_ratio", self.warmup_ratio, "use a share of the steps in [0, 1)")
         require(math.isfinite(self.learning_rate), "learning_rate", self.learning_rate, "use a finite number")
         require(self.logging_steps > 0, "logging_steps", self.logging_steps, "use a positive integer")
@@ -228,8 +232,10 @@ class StageSection:
         require(0 <= self.known_bonus <= 1, "known_bonus", self.known_bonus, "use a share of the windows in [0, 1]")
         require(0 <= self.spine_loss < math.inf, "spine_loss", self.spine_loss, "use 0 for none, or a positive weight")
         require(0 < self.slot_decay < math.inf, "slot_decay", self.slot_decay, "use a positive number of slots")
-        rule = "windows=serial are k = 0 windows already; choose one of the two"
-        require(not (self.windows == "serial" and self.serial_windows), "serial_windows", self.serial_windows, rule)
+        rule = "windows=serial has neither anchors nor an open bonus; leave it at"
+        for name in ("in_flight_taps", "known_bonus", "serial_windows", "spine_loss"):
+            value, off = getattr(self, name), BEYOND[name]
+            require(self.windows != "serial" or value == off, name, value, f"{rule} {off}")
         rule = "adapters train the backbone alone; give up one of the two"
         require(not (self.lora and self.train_head), "train_head", self.train_head, rule)
         for name in ("eval_steps", "eval_requests", "save_steps"):
@@ -334,10 +340,12 @@ class Recipe:
     eval: EvalSection = field(default_factory=EvalSection)
 
     def __post_init__(self):
-        require(bool(self.name) and "/" not in self.name, "name", self.name, "give the recipe a plain name")
+        plain = bool(self.name) and "/" not in self.name and self.name not in (".", "..")
+        require(plain, "name", self.name, "give the recipe a plain name")
         require("/" not in self.variant, "variant", self.variant, "use a plain name, or none")
         require(bool(self.target.path), "target.path", self.target.path, "name the target's folder or hub id")
-        beyond = {name: getattr(self.dspark, name) for name in BEYOND if getattr(self.dspark, name) != BEYOND[name]}
+        beyond = {name: getattr(self.dspark, name) for name in BEYOND.keys() - OF_EVERY_STAGE}
+        beyond = {name: value for name, value in beyond.items() if value != BEYOND[name]}
         rule = "a bootstrap trains serial windows and its own heads; set it in mdflash"
         require(not beyond, f"dspark.{', '.join(beyond)}", list(beyond.values()), rule)
         rule = "a bootstrap starts from random weights, which adapters cannot train; set mdflash.lora, or null here"

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..drafter import MDFlashModel
+from ..recipe import require
 from .deployment import AUTO, Deployment
 from .schedule import Schedule
 
@@ -39,6 +40,9 @@ def settle(deployment: Deployment, drafter: MDFlashModel, batch: int, build: Bui
     build makes the schedule of a deployment. A drafter that was not trained for one of them keeps it at 0."""
     if AUTO not in (deployment.in_flight_taps, deployment.bonus_guesses):
         return deployment
+    given, taps = deployment.in_flight_taps, len(drafter.config.target_layer_ids)
+    rule = f"this drafter has {taps} taps; use a count up to that, or {AUTO}"
+    require(given == AUTO or given <= taps, "in_flight_taps", given, rule)
     known, key = SETTLED.setdefault(drafter, {}), (deployment, drafter.norm.weight.device, batch)
     if key not in known:
         known[key] = measured(deployment, drafter, build)
@@ -61,7 +65,8 @@ def measured(deployment: Deployment, drafter: MDFlashModel, build: Build) -> Dep
     most = min(max(trained.get("in_flight_taps", [0])), len(drafter.config.target_layer_ids) - 1)
     taps, guesses = deployment.in_flight_taps, deployment.bonus_guesses
     taps = range(most + 1) if taps == AUTO else (taps,)
-    guesses = (GUESSES if trained.get("known_bonus") else (0,)) if guesses == AUTO else (guesses,)
+    possible = tuple(count for count in GUESSES if count < drafter.config.vocab_size)
+    guesses = (possible if trained.get("known_bonus") else (0,)) if guesses == AUTO else (guesses,)
     pairs = [replace(deployment, in_flight_taps=t, bonus_guesses=f) for t, f in product(taps, guesses)]
     return (
         max(pairs, key=lambda pair: expected_share(drafter, pair) / step_s(build(pair))) if len(pairs) > 1 else pairs[0]

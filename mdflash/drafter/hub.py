@@ -144,9 +144,8 @@ def model_card(drafter: MDFlashModel, training: dict, summary: dict, license: st
     recipe = training.get("recipe") or {}
     target = block.get("target") or (recipe.get("target") or {}).get("path")
     prompts = (recipe.get("data") or {}).get("prompts")
-    kind, method = (
-        ("M-DFlash", "dpara") if block else ("DSpark", "dspark") if config.markov_rank else ("DFlash", "dflash")
-    )
+    serial = ("DSpark", "dspark") if config.markov_rank else ("DFlash", "dflash")
+    kind, method = ("M-DFlash", "dpara") if block and block.get("anchor_counts") != [0] else serial
     metadata = ModelCardData(
         base_model=target if is_hub_id(target) else None,
         datasets=[prompts] if is_hub_id(prompts) else None,

@@ -58,12 +58,13 @@ def count(
     stage: Stage = "mdflash",
     in_flight: float = 0.0,
     spine_labels: bool = False,
+    train_head: bool = False,
 ) -> dict[str, int]:
     """FLOPs by part of one text of `length` tokens with `starts` trees (see `visible_pairs`), all labels valid.
 
-    stage: mdflash freezes the heads; dspark trains them; dflash has no heads and no teacher. in_flight: share of texts with
-    taps in flight; 0 projects no columns for them. spine_labels: the anchors predict a token each, too. Raises ValueError
-    for a length or a start out of range.
+    stage: mdflash freezes the heads (but the Markov head with `train_head`); dspark trains them; dflash has no heads and no
+    teacher. in_flight: share of texts with taps in flight; 0 projects no columns for them. spine_labels: the anchors predict
+    a token each, too. Raises ValueError for a length or a start out of range.
     """
     require(length > 0, "length", length, "use a positive number of tokens")
     trees = starts if isinstance(starts, int) else len(starts)
@@ -95,7 +96,7 @@ def count(
         "student_logits": logits,
         "student_logits_backward": logits,  # the LM head is frozen: dgrad alone
         "heads_forward": 2 * M * heads,
-        "heads_backward": 2 * M * (heads_dgrad if stage == "mdflash" else 2 * heads),
+        "heads_backward": 2 * M * (heads_dgrad if stage == "mdflash" and not train_head else 2 * heads),
     }
 
 
@@ -108,10 +109,11 @@ def count_text(
     stage: Stage = "mdflash",
     in_flight: float = 0.0,
     spine_labels: bool = False,
+    train_head: bool = False,
 ) -> dict[str, int]:
     """`count` over all layouts of a text, `starts` for each; the target's pass and the context are there once."""
     parts = [
-        count(target, drafter, layout, length, at, stage, in_flight, spine_labels)
+        count(target, drafter, layout, length, at, stage, in_flight, spine_labels, train_head)
         for layout, at in zip(layouts, starts, strict=True)
     ]
     return {name: parts[0][name] if name in ONCE else sum(part[name] for part in parts) for name in parts[0]}

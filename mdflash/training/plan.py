@@ -145,6 +145,9 @@ def make_plan(
         f"must be a multiple of micro_batch_size * gpus = {per_step}; change one of them",
     )  # fmt: skip
     drafter = drafter_config(recipe, target)
+    taps = len(drafter.target_layer_ids)
+    rule = f"this drafter has {taps} taps; use counts up to that"
+    require(max(settings.in_flight_taps) <= taps, "in_flight_taps", settings.in_flight_taps, rule)
     layouts = stage_layouts(recipe, drafter.block_size)
     parameters = count_parameters(target, drafter, recipe.frozen_heads)
     kept, checkpointed = activations(drafter, layouts, settings)
@@ -155,7 +158,7 @@ def make_plan(
     memory["activations"] = checkpointed if settings.activation_checkpointing else kept
     flops = count_text(
         target, drafter, layouts, length, [settings.starts_per_text] * len(layouts), recipe.stage, Mix.of(settings).in_flight,
-        settings.spine_loss > 0,
+        settings.spine_loss > 0, settings.train_head,
     )  # fmt: skip
     return Plan(
         parameters, flops, memory, checkpointed, host, length, gpus, measured_tflops() if tflops is None else tflops, share,

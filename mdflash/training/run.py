@@ -36,6 +36,7 @@ def claim(recipe: Recipe) -> Path | None:
     file = folder / SETTINGS
     if file.is_file():
         theirs = json.loads(file.read_text())
+        theirs = asdict(StageSection()) | theirs  # a run older than a setting had what is its default now
         differing = [
             f"{key} {theirs.get(key)!r} there, {value!r} here"
             for key, value in ours.items()

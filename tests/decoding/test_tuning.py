@@ -45,6 +45,11 @@ def test_a_stated_setting_stays_and_an_untrained_one_is_off(monkeypatch):
     )
 
 
+def test_a_count_beyond_the_drafters_taps_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="in_flight_taps=4: this drafter has 3 taps"):
+        chosen(monkeypatch, lambda taps, guesses: 1.0, taps=4)
+
+
 def test_a_batch_size_is_measured_once(monkeypatch):
     timed = []
     monkeypatch.setattr(tuning, "step_s", lambda pair: timed.append(pair) or 1.0)

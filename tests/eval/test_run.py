@@ -1,6 +1,7 @@
 """The whole evaluation on a random target and random drafters: what it writes, and what it refuses."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -34,7 +35,7 @@ eval:
 """
 
 
-def build_target(folder) -> Qwen3ForCausalLM:
+def build_target(folder, **shape) -> Qwen3ForCausalLM:
     """A random Qwen3 with a byte-level tokenizer and a chat template."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -43,18 +44,18 @@ def build_target(folder) -> Qwen3ForCausalLM:
     )
     bpe.train_from_iterator(["a small text"], trainer)
     PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", chat_template=TEMPLATE).save_pretrained(folder)
-    model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=3, **SHAPE))
+    model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=3, **SHAPE | shape))
     model.generation_config = GenerationConfig(eos_token_id=1)
     model.save_pretrained(folder)
     return model
 
 
-def build_drafter(folder, target: Qwen3ForCausalLM, rank: int) -> None:
+def build_drafter(folder, target: Qwen3ForCausalLM, rank: int, **shape) -> None:
     """A random drafter of d = 3 for that target."""
     drafter = MDFlashModel(
         MDFlashConfig(
             num_hidden_layers=1, num_target_layers=3, target_layer_ids=[0, 1], block_size=3, mask_token_id=299,
-            markov_rank=rank, markov_head_type="vanilla" if rank else None, **SHAPE,
+            markov_rank=rank, markov_head_type="vanilla" if rank else None, **SHAPE | shape,
         )
     )  # fmt: skip
     drafter.embed_tokens.load_state_dict(target.get_input_embeddings().state_dict())
@@ -295,12 +296,16 @@ def test_features_in_flight_and_guesses_in_an_evaluation(project, monkeypatch):
         (["--variants", "[a,a]"], "name each once"),
         (["--variants", "[nope]"], "--variant nope"),
         (["--live", "99"], "4 requests"),
+        (["--eval.benchmarks", "[]"], "benchmarks=[]"),
+        (["--eval.benchmarks", "[alpha,alpha]"], "name each once"),
+        (["--drafter.base", "runs/toy/dflash"], "Markov head"),
+        (["--output", "prompts"], "not a folder"),
         (["--at_once", "0"], "at_once=0"),
     ],
 )
 def test_a_replay_refuses_bad_options(project, monkeypatch, options, message):
     monkeypatch.chdir(project)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
         offline.main(["--config", "toy.yaml", "--output", "refused.json", *options])
     assert not (project / "refused.json").exists()
 
@@ -309,9 +314,23 @@ def test_a_study_names_a_file_that_it_cannot_read(project, monkeypatch):
     monkeypatch.chdir(project)
     (project / "torn.json").write_text('{"ms": ')
     (project / "other.json").write_text("{}")
-    for file, message in (("torn.json", "torn.json is no JSON"), ("other.json", "other"), ("none.json", "none")):
+    for file, message in (
+        ("torn.json", "torn.json is no JSON"),
+        ("other.json", "lacks"),
+        ("none.json", "no such file"),
+    ):
         with pytest.raises(ValueError, match=message):
             study.main(["--config", "toy.yaml", "--output", "x.json", "--latency", f"[{file}]"])
+    with pytest.raises(ValueError, match="name a .json file"):
+        study.main(["--config", "toy.yaml", "--output", "x.md"])
+
+
+def test_a_replay_refuses_the_drafter_of_another_target(project, monkeypatch):
+    monkeypatch.chdir(project)
+    other = build_target(project / "another", vocab_size=301)
+    build_drafter(project / "runs/toy/mdflash-foreign", other, 4, vocab_size=301)
+    with pytest.raises(ValueError, match="301 against 300"):
+        offline.main(["--config", "toy.yaml", "--output", "foreign.json", "--variants", "[foreign]"])
 
 
 def test_a_study_is_gathered_from_its_parts(project, monkeypatch):

@@ -75,6 +75,8 @@ def test_a_text_is_the_sum_of_its_layouts(target, drafter):
     labels = 2 * (4 * 3 + 4 + 3)  # windows of the tree, its anchors, the serial window
     assert both["student_logits"] == 2 * labels * drafter.config.hidden_size * drafter.config.vocab_size
     assert both["in_flight_forward"] == 0
+    trained = count(target.config, drafter.config, layouts[0], 50, 2, train_head=True)
+    assert trained["heads_backward"] == 2 * trained["heads_forward"] > tree["heads_backward"]
 
 
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from mdflash import load_drafter
 from mdflash.drafter.model import HEADS_OF_DSPARK
+from mdflash.recipe import BEYOND
 from mdflash.training.checkpoints import ASIDE, newest_first
 from mdflash.training.frozen import check_unchanged, frozen_part, hashes
 
@@ -51,7 +52,7 @@ def recipe(folder: Path, shard: bool = False, **overrides) -> Path:
     data = {
         "name": "x", "target": {"path": "target", "dtype": "float32", "shard": shard}, "data": {"held_out": 3},
         "drafter": {"num_hidden_layers": 1, "target_layer_ids": [0, 2], "block_size": 3, "mask_token_id": 3, "markov_rank": 8},
-        "dspark": settings | {"lora": None, "train_head": False}, "mdflash": settings,
+        "dspark": settings | {"lora": None} | BEYOND, "mdflash": settings,
     }  # fmt: skip
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(data))
@@ -276,6 +277,10 @@ def test_other_settings_are_refused(project, tmp_path):
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode != 0
     assert "max_steps 1 there, 2 here" in done.stderr
+    settings = folder / "runs" / "x" / "mdflash" / "stage.json"
+    older = {name: value for name, value in json.loads(settings.read_text()).items() if name != "slot_decay"}
+    settings.write_text(json.dumps(older))  # a run from before a setting existed had its default
+    assert train(folder, max_steps=1)["steps"] == 1
     bad = subprocess.run(
         [*command, "--mdflash.micro_batch_size", "3", "--name", "y"], cwd=folder, capture_output=True, text=True
     )
