@@ -336,13 +336,13 @@ def portable(value):
 
 
 def provenance(module: str, args: list[str] | None) -> dict:
-    """What a result on GPUs must name: command, revision, versions, devices."""
+    """What a result must name: command, revision, versions, devices."""
     command = ["python", "-m", module, *(sys.argv[1:] if args is None else args)]
     return {
         "command": shlex.join(portable(word) for word in command),
         "revision": revision(),
         "versions": versions(),
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or [cpu_name()],
     }
 
 
