@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import make_drafter, make_target
 
-from eval.offline import Setting, comparable, replay
+from eval.replay import Setting, comparable, replay
 from mdflash import decode
 from mdflash.decoding.drafter_runner import Branches, first_slots, guess_bonuses
 
