@@ -82,9 +82,10 @@ def main(args: list[str] | None = None) -> dict:
 def line(name: str, found: dict) -> str:
     """A replay's figures for the terminal."""
     share = found["share_of_dspark"]
-    text = f"{name:32} tau {found['tau_macro']:.3f}  share {share['value']:.3f}" if share else f"{name:32} no rounds"
+    tau = f"macro tau {found['tau_macro']:.3f}  pooled tau {found['tau_pooled']:.3f}" if share else "no rounds"
+    text = f"{name:32} {tau}" + (f" ({share['value']:.3f} of DSpark's)" if share else "")
     live = f"  live {found['live']['equal']} of {found['live']['requests']}" if "live" in found else ""
-    return text + f"  guessed {found['hit_rate']:.2f}" + live
+    return text + f"  bonuses guessed {found['hit_rate']:.2f}" + live
 
 
 def check_values(values) -> None:
@@ -108,10 +109,9 @@ def check_values(values) -> None:
 def check_drafter(drafter: MDFlashModel, settings: dict[str, Setting]) -> None:
     """Whether the drafter can do what is asked of it; a rank-0 one is no DSpark drafter."""
     check_method("dspark", drafter)
-    taps, vocabulary = len(drafter.config.target_layer_ids), drafter.config.vocab_size
+    vocabulary = drafter.config.vocab_size
     for setting in settings.values():
-        rule = f"this drafter has {taps} taps; use counts up to that"
-        require(setting.in_flight_taps <= taps, "taps", setting.in_flight_taps, rule)
+        drafter.config.check_taps("taps", setting.in_flight_taps)
         rule = f"the vocabulary has {vocabulary} tokens; use a few"
         require(setting.guesses < vocabulary, "guesses", setting.guesses, rule)
 

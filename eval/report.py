@@ -69,13 +69,13 @@ def markdown(summary: dict) -> str:
     ]
     settings = summary["config"]["eval"]
     lines = [
-        f"# {summary['config']['name']}",
+        f"# {summary['config']['name']}" + (f", {variant}" if (variant := summary["config"].get("variant")) else ""),
         "",
         f"τ: tokens committed per target verification, bonus included, pooled over requests [95% bootstrap interval]. "
         f"Speedup: tokens a second over autoregressive without prefill (whole request in brackets). "
         f"{settings['requests'] or 'All'} requests a benchmark, at most {settings['max_new_tokens']} new tokens, "
         f"temperature {settings['temperature']:g}, batch {settings['batch_size']}, "
-        f"thinking {'on' if summary['prompts']['thinking'] else 'off'}.",
+        f"thinking {'on' if summary['prompts']['thinking'] else 'off'}." + early(summary),
         "",
         "| " + " | ".join(header) + " |",
         "| --- |" + " ---: |" * (len(header) - 1),
@@ -94,6 +94,17 @@ def markdown(summary: dict) -> str:
         *(f"- {role} on {device['device']}: {device['name']}" for role, device in summary["devices"].items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def early(summary: dict) -> str:
+    """What `dpara` drafted behind and guessed, where that is not the paper's nothing; `auto` with what it came to."""
+    settings = summary["config"]["eval"]
+    taps, guesses = (settings.get(name, 0) for name in ("in_flight_taps", "bonus_guesses"))
+    if taps == guesses == 0:
+        return ""
+    chosen = [f"{found['in_flight_taps']} and {found['bonus_guesses']}" for found in summary.get("auto", {}).values()]
+    came_to = f" (came to {', '.join(chosen)})" if chosen else ""
+    return f" `dpara` with {taps} taps in flight and {guesses} guessed bonuses{came_to}."
 
 
 def notes(summary: dict) -> list[str]:

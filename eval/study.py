@@ -35,6 +35,8 @@ def main(args: list[str] | None = None) -> dict:
         "give each file a name of its own",
     )
     parts = Parts(recipe, [Path(file) for file in values.latency])
+    rule = "nothing is measured there yet; run `make study-measure`"
+    require(bool(parts.all()), "results", str(recipe.results_dir), rule)
     found = study(parts)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -42,6 +44,8 @@ def main(args: list[str] | None = None) -> dict:
     plot_curves(found["curves"], output.with_name(f"{output.stem}_curves.png"))
     plot_shares(found["shares"], output.with_name(f"{output.stem}_shares.png"))
     print(json.dumps(found["figures"], indent=1))
+    if found["missing"]:
+        print(f"not measured yet: {', '.join(found['missing'])}")
     return found
 
 
@@ -106,7 +110,7 @@ def study(parts: Parts) -> dict:
     return {
         "command": [part["command"] for part in measured],
         "revision": sorted({part["revision"] for part in measured}),
-        "versions": measured[0]["versions"] if measured else {},
+        "versions": measured[0]["versions"],
         "devices": sorted({name for part in measured for name in device_names(part)}),
         "missing": parts.missing,
         "figures": headline(parts, shares, projections),

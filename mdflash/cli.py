@@ -54,18 +54,21 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def parse(parser: Parser, args: list[str]) -> tuple[argparse.Namespace, "Recipe | None"]:
-    """The command's own arguments, and the recipe of --config with whatever `--key value` overrides are left."""
-    parser.add_argument("--config", help="a recipe YAML; `--key value` overrides one of its settings")
+    """The command's own arguments, and the recipe of --config (several: later ones override) with whatever `--key value`
+    overrides are left."""
+    text = "a recipe YAML; `--key value` overrides one of its settings, and so does a further --config"
+    parser.add_argument("--config", action="append", default=[], help=text)
     own, rest = parser.parse_known_args(args)
-    if own.config is None:
+    if not own.config:
         if rest:
             parser.error(f"unrecognized arguments: {shlex.join(rest)}")
         return own, None
     from .recipe import read_recipe
 
-    if not Path(own.config).is_file():
-        raise FileNotFoundError(f"--config {own.config}: no such file; name a recipe YAML")
-    return own, read_recipe(["--config", own.config, *rest])[0]
+    for file in own.config:
+        if not Path(file).is_file():
+            raise FileNotFoundError(f"--config {file}: no such file; name a recipe YAML")
+    return own, read_recipe([*(part for file in own.config for part in ("--config", file)), *rest])[0]
 
 
 def generate(args: list[str]) -> None:
@@ -100,6 +103,7 @@ def generate(args: list[str]) -> None:
     from . import decode, load_drafter, load_target
     from .decoding.build import check_method
     from .decoding.deployment import default_devices, share_cores, usable_device
+    from .decoding.tuning import settled
     from .live import LiveStream, Stream, figures
 
     devices, drafter = own.devices or default_devices(), None
@@ -130,6 +134,8 @@ def generate(args: list[str]) -> None:
             **(recipe.eval.deployment if recipe else {}),
         )
     print(f"{figures(result)}, finish reason {result.finish_reason}", file=sys.stderr)
+    for chosen in settled(drafter).values() if drafter is not None else ():
+        print("auto: " + ", ".join(f"{name} {value}" for name, value in chosen.items()), file=sys.stderr)
 
 
 def serve(args: list[str]) -> None:

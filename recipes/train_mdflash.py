@@ -146,12 +146,10 @@ def starting_point(recipe: Recipe, target: Target) -> tuple[MDFlashModel, tuple[
         revision = recipe.drafter.base_revision if recipe.drafter.base else None
         drafter = load_drafter(recipe.base_drafter, device=target.device, revision=revision)
         drafter.config.mdflash_config = mdflash_block(recipe, target, drafter)
-        settings, d, taps = recipe.mdflash, drafter.draft_length, len(drafter.config.target_layer_ids)
-        rule = f"this drafter has {taps} taps; use counts up to that"
-        require(max(settings.in_flight_taps) <= taps, "mdflash.in_flight_taps", settings.in_flight_taps, rule)
-        return drafter, stage_layouts(recipe, d)
-    drafter = bootstrap(target, recipe.drafter, recipe.stage, recipe.dspark.seed)
-    return drafter.cast(target.dtype), stage_layouts(recipe, drafter.draft_length)
+        drafter.config.check_taps("mdflash.in_flight_taps", *recipe.mdflash.in_flight_taps)
+    else:
+        drafter = bootstrap(target, recipe.drafter, recipe.stage, recipe.dspark.seed).cast(target.dtype)
+    return drafter, stage_layouts(recipe, drafter.draft_length)
 
 
 def mdflash_block(recipe: Recipe, target: Target, drafter: MDFlashModel) -> dict:

@@ -73,6 +73,16 @@ def error_of(capsys) -> str:
     return err
 
 
+def test_a_further_config_overrides_the_one_before(recipe, tmp_path):
+    """As in a variant's file; what the command line says comes last."""
+    more = tmp_path / "more.yaml"
+    more.write_text("variant: early\nmdflash: {known_bonus: 0.5, spine_loss: 0.5}\n")
+    args = ["--config", recipe, "--config", str(more), "--mdflash.spine_loss", "0.25"]
+    found = cli.parse(cli.Parser(), args)[1]
+    assert (found.name, found.variant) == (cli.parse(cli.Parser(), ["--config", recipe])[1].name, "early")
+    assert (found.mdflash.known_bonus, found.mdflash.spine_loss) == (0.5, 0.25)
+
+
 # generate
 
 

@@ -41,8 +41,8 @@ def build_schedule(
     extra = {"graphs": deployment.graphs} if runner == "fast" else {}
     events = {"tap_events": deployment.tap_events} if extra else {}
     in_flight = deployment.in_flight_taps if method == "dpara" else 0
-    if in_flight > len(taps):
-        raise ValueError(f"in_flight_taps={in_flight}: this drafter has {len(taps)} taps; use a count up to that")
+    if in_flight:
+        drafter.config.check_taps("in_flight_taps", in_flight)
     target_runner = RUNNERS[runner][0](target, taps, sampling, batch, slots, in_flight, **extra, **events)
     noise = Noise(batch, tokens + lag, d, target.device, sampling.greedy)
     if drafter is None:

@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..drafter import MDFlashModel
-from ..recipe import require
 from .deployment import AUTO, Deployment
 from .schedule import Schedule
 
@@ -40,9 +39,8 @@ def settle(deployment: Deployment, drafter: MDFlashModel, batch: int, build: Bui
     build makes the schedule of a deployment. A drafter that was not trained for one of them keeps it at 0."""
     if AUTO not in (deployment.in_flight_taps, deployment.bonus_guesses):
         return deployment
-    given, taps = deployment.in_flight_taps, len(drafter.config.target_layer_ids)
-    rule = f"this drafter has {taps} taps; use a count up to that, or {AUTO}"
-    require(given == AUTO or given <= taps, "in_flight_taps", given, rule)
+    if deployment.in_flight_taps != AUTO:
+        drafter.config.check_taps("in_flight_taps", deployment.in_flight_taps)
     known, key = SETTLED.setdefault(drafter, {}), (deployment, drafter.norm.weight.device, batch)
     if key not in known:
         known[key] = measured(deployment, drafter, build)

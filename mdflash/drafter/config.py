@@ -88,3 +88,9 @@ class MDFlashConfig(Qwen3Config):
         if self.tie_word_embeddings:
             raise ValueError("tie_word_embeddings=true: a drafter stores embed_tokens and lm_head apart; set it false")
         return self
+
+    def check_taps(self, name: str, *counts: int) -> None:
+        """Raise ValueError when the setting `name` counts more taps in flight than the drafter has."""
+        taps = len(self.target_layer_ids)
+        if max(counts) > taps:
+            raise ValueError(f"{name}={max(counts)}: this drafter has {taps} taps; use counts up to that")

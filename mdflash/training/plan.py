@@ -145,9 +145,7 @@ def make_plan(
         f"must be a multiple of micro_batch_size * gpus = {per_step}; change one of them",
     )  # fmt: skip
     drafter = drafter_config(recipe, target)
-    taps = len(drafter.target_layer_ids)
-    rule = f"this drafter has {taps} taps; use counts up to that"
-    require(max(settings.in_flight_taps) <= taps, "in_flight_taps", settings.in_flight_taps, rule)
+    drafter.check_taps("in_flight_taps", *settings.in_flight_taps)
     layouts = stage_layouts(recipe, drafter.block_size)
     parameters = count_parameters(target, drafter, recipe.frozen_heads)
     kept, checkpointed = activations(drafter, layouts, settings)

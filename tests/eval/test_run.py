@@ -262,6 +262,9 @@ def test_features_in_flight_and_guesses_in_an_evaluation(project, monkeypatch):
     assert found["replays"]["dpara taps=0 bonus known"]["hit_rate"] == 1.0
     auto = run.main(["--config", "toy.yaml", "--eval.in_flight_taps", "auto", "--eval.methods", "[dspark,dpara]"])
     assert auto["auto"] == {1: {"in_flight_taps": 0, "bonus_guesses": 0}}  # this drafter was trained for neither
+    told = "`dpara` with auto taps in flight and 0 guessed bonuses (came to 0 and 0)"
+    assert told in (project / "results/toy/table.md").read_text()
+    assert "1 taps in flight and 2 guessed bonuses" in (project / "results/beyond/table.md").read_text()
     extra = [
         "--variants",
         '["", "other"]',
@@ -338,9 +341,8 @@ def test_a_study_is_gathered_from_its_parts(project, monkeypatch):
     monkeypatch.chdir(project)
     shutil.rmtree("results", ignore_errors=True)
     gather = ["--config", "toy.yaml", "--output", "study/toy.json"]
-    nothing = study.main(gather)
-    assert {"greedy", "replay/early", "latency"} <= set(nothing["missing"])
-    assert set(nothing["figures"].values()) == {None}
+    with pytest.raises(ValueError, match="nothing is measured there yet"):
+        study.main(gather)
     parts = {"greedy": ["0", "2"], "sampled": ["1", "2"], "speed/one": ["0", "1"]}
     for name, (temperature, batch) in parts.items():
         settings = [
@@ -352,6 +354,9 @@ def test_a_study_is_gathered_from_its_parts(project, monkeypatch):
             f"results/toy/{name}",
         ]
         summary = run.main(["--config", "toy.yaml", *settings])
+    figures = study.main(gather)["figures"]
+    assert None not in (figures["tau_dspark"], figures["ratio_dspark"])
+    assert figures["serial_kept"] is figures["ratio_4taps"] is figures["projected_over_dspark_14b_b1"] is None
     grid = ["--taps", "[0, 1]", "--guesses", "[0, 1, -1]", "--oracle_taps", "2"]
     replay = offline.main(["--config", "toy.yaml", "--output", "results/toy/replay/early.json", *grid])["replays"]
     made = {"command": "bench", "revision": "r", "versions": {}, "devices": ["card"]}
