@@ -10,7 +10,7 @@ DSpark's. `--variants '[a,b]'` replays several finetunes; `--live 20` decodes th
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -36,7 +36,7 @@ GUESS_SOURCES = ("spine", "draft")
 
 
 def main(args: list[str] | None = None) -> dict:
-    """Replay the grid, rewriting the output file after every drafter; returns what it holds."""
+    """Replay the grid, rewriting the output file after every setting; returns what it holds."""
     recipe, values = read_recipe(args, __doc__.splitlines()[0], extra=arguments)
     check_values(values)
     check_settings(recipe)
@@ -65,16 +65,14 @@ def main(args: list[str] | None = None) -> dict:
     some = prompts[:: len(prompts) // values.live][: values.live] if values.live else []
     base: list[Record] = []
     for folder, settings in by_folder.items():
-        records = replayed(target, drafters[folder], asked, prompts, answers, settings, values.at_once)
-        base = base or records["dspark"]
-        for name in settings:
-            made["replays"][name] = asdict(settings[name]) | figures(records[name], base, recipe)
-        write_whole(output, json.dumps(made, indent=1) + "\n")
-        for name, setting in settings.items():
-            if some and not setting.bonus_known:
-                agreement = live_agreement(target, drafters[folder], some, setting, recipe.eval)
-                made["replays"][name]["live"] = agreement
-                write_whole(output, json.dumps(made, indent=1) + "\n")
+        for name, records in replayed(target, drafters[folder], asked, prompts, answers, settings, values.at_once):
+            base = base or records
+            made["replays"][name] = asdict(settings[name]) | figures(records, base, recipe)
+            if some and not settings[name].bonus_known:
+                made["replays"][name]["live"] = live_agreement(
+                    target, drafters[folder], some, settings[name], recipe.eval
+                )
+            write_whole(output, json.dumps(made, indent=1) + "\n")
             print(line(name, made["replays"][name]), flush=True)
     return made
 
@@ -179,15 +177,16 @@ def greedy_answers(target: Target, prompts: list[list[int]], settings: EvalSecti
 def replayed(
     target: Target, drafter: MDFlashModel, asked: list[tuple[str, str]], prompts: list[list[int]],
     answers: list[Sequence[int]], settings: dict[str, Setting], at_once: int,
-) -> dict[str, list[Record]]:  # fmt: skip
-    """Records of every setting; `at_once` texts share a pass."""
+) -> Iterator[tuple[str, list[Record]]]:  # fmt: skip
+    """Every setting with its records, the first one's first; `at_once` texts share a pass."""
     records: dict[str, list[Record]] = {name: [] for name in settings}
     for part in (slice(i, i + at_once) for i in range(0, len(asked), at_once)):
         texts = Texts(target, drafter, prompts[part], answers[part])
         for name, setting in tqdm(settings.items(), desc="replays", unit="setting"):
             found = zip(asked[part], prompts[part], answers[part], texts.rounds(setting), strict=True)
             records[name] += [record(name, *of, *one) for of, *one in found]
-    return records
+            if len(records[name]) == len(asked):
+                yield name, records[name]
 
 
 def live_agreement(
