@@ -29,7 +29,7 @@ from mdflash.training.checkpoints import write_whole
 
 from .benchmarks import load
 from .replay import Setting, Texts, comparable, replay
-from .run import check_settings, checkpoint, load_recipe_target, provenance
+from .run import check_settings, checkpoint, compare_training, load_recipe_target, provenance
 from .statistics import Record, summarise, tau_ratio
 
 GUESS_SOURCES = ("spine", "draft")
@@ -57,7 +57,9 @@ def main(args: list[str] | None = None) -> dict:
         check_drafter(drafters[folder], settings)
     reason = why_not_fast(target) if values.live and recipe.eval.runner == "fast" else None
     require(not reason, "eval.runner", "fast", f"{reason}; use auto or eager")
-    asked, prompts = questions(recipe, target)
+    chat = Chat(target.tokenizer, target.stop_ids, recipe.target.thinking)
+    compare_training(drafters, chat)
+    asked, prompts = questions(recipe, chat)
     require(values.live <= len(asked), "live", values.live, f"there are {len(asked)} requests; use a number up to that")
     output = Path(values.output)
     made = provenance("eval.offline", args) | {"recipe": recipe.name, "requests": len(asked), "replays": {}}
@@ -158,9 +160,8 @@ def grid(
     return kinds
 
 
-def questions(recipe: Recipe, target: Target) -> tuple[list[tuple[str, str]], list[list[int]]]:
+def questions(recipe: Recipe, chat: Chat) -> tuple[list[tuple[str, str]], list[list[int]]]:
     """(benchmark, row id) and prompt of every request, benchmarks in order."""
-    chat = Chat(target.tokenizer, target.stop_ids, recipe.target.thinking)
     rows = [
         (name, row) for name in recipe.eval.benchmarks for row in load(name, recipe.eval.folder, recipe.eval.requests)
     ]

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -183,14 +183,16 @@ def load_recipe_target(recipe: Recipe, devices: str) -> Target:
     )
 
 
-def compare_training(drafters: dict[Stage, MDFlashModel], chat: Chat) -> None:
-    """Warn when a drafter was trained on another prompt format: it moves acceptance far."""
+def compare_training(drafters: Mapping[str, MDFlashModel], chat: Chat) -> None:
+    """Warn when a drafter (by stage or folder) was trained on another prompt format: it moves acceptance far."""
     now = {"thinking": chat.thinking, "chat_template_sha256": chat.template_hash}
-    for stage, drafter in drafters.items():
+    for drafter_name, drafter in drafters.items():
         trained = drafter.config.mdflash_config or {}
         for name, value in now.items():
             if trained.get(name, value) != value:
-                warnings.warn(f"the {stage} drafter was trained with {name}={trained[name]!r}, this run has {value!r}")
+                warnings.warn(
+                    f"the {drafter_name} drafter was trained with {name}={trained[name]!r}, this run has {value!r}"
+                )
 
 
 def measure(

@@ -199,7 +199,8 @@ def held_out_acceptance(recipe: Recipe, target: Target, prompts: list[list[int]]
     if target.sharded:
         print("target.shard: no held-out acceptance length, which rank 0 would decode alone; the held-out loss stays")
         return None
-    method = {"mdflash": "dpara"}.get(recipe.stage, recipe.stage)
+    ours = "dspark" if recipe.mdflash.windows == "serial" else "dpara"
+    method = {"mdflash": ours}.get(recipe.stage, recipe.stage)
     budget = min(128, recipe.data.max_new_tokens)
 
     def acceptance(drafter: MDFlashModel) -> dict[str, float]:

@@ -215,13 +215,19 @@ def load_target(
     (flash-attn when it is importable on a GPU, else SDPA). shard_over: the number of ranks, to spread the decoder layers over
     all of them (called by each); 1 keeps them whole. kwargs go to `from_pretrained` (for example `gguf_file`).
     """
-    model = AutoModelForCausalLM.from_pretrained(
+    model, found = AutoModelForCausalLM.from_pretrained(
         path_or_id,
         dtype=as_dtype(dtype) or "auto",
         revision=revision,
         attn_implementation=resolve_attention(attn_implementation, device, dtype),
+        output_loading_info=True,
         **kwargs,
     )
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"{path_or_id} lacks {len(missing)} weights, the first {missing[0]}: a target would decode noise without them; "
+            "fetch or save the checkpoint again"
+        )
     device = torch.device(device or "cpu")
     model = shard_layers(model, device, shard_over) if shard_over > 1 else model.to(device)
     tokenizer_kwargs = {"gguf_file": kwargs["gguf_file"]} if "gguf_file" in kwargs else {}

@@ -224,6 +224,8 @@ def test_another_prompt_format_than_in_training_is_said(inside, monkeypatch):
     try:
         with pytest.warns(UserWarning, match="mdflash drafter was trained with thinking=True, this run has False"):
             run.main(["--config", "toy.yaml", "--eval.methods=[dpara]", "--eval.benchmarks=[alpha]"])
+        with pytest.warns(UserWarning, match="runs/toy/mdflash drafter was trained with thinking=True"):
+            offline.main(["--config", "toy.yaml", "--eval.benchmarks=[alpha]", "--output", "warned.json"])
     finally:
         config.write_text(saved)
 

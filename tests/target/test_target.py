@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import make_drafter, make_target
+from conftest import make_drafter, make_target, make_tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
-from mdflash import Target
+from mdflash import Target, load_target
 from mdflash.target import grouped_attention, share_weights
 from mdflash.target.target import check_pair
 
@@ -97,3 +97,13 @@ def test_grouped_attention_equals_sdpa(queries):
     with grouped_attention(target.model):
         torch.testing.assert_close(last_logits(), plain, atol=1e-5, rtol=1e-5)
     assert target.config._attn_implementation == "sdpa"
+
+
+def test_a_checkpoint_with_missing_weights_is_refused(target, tmp_path):
+    """transformers would fill them with noise and warn."""
+    weights = target.model.state_dict()
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    target.model.save_pretrained(tmp_path, state_dict=weights)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="lacks 1 weights, the first model.layers.1.mlp.up_proj.weight"):
+        load_target(str(tmp_path))

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from mdflash import load_drafter
 from mdflash.drafter.model import HEADS_OF_DSPARK
-from mdflash.recipe import BEYOND
+from mdflash.recipe import BEYOND, Recipe, TargetSection
 from mdflash.training.checkpoints import ASIDE, newest_first
 from mdflash.training.frozen import check_unchanged, frozen_part, hashes
+from recipes import train_mdflash
 
 ROOT = Path(__file__).resolve().parents[2]
 ACCIDENT = Path(__file__).with_name("accident.py")
@@ -148,6 +149,25 @@ def test_the_markov_head_trains_on_demand(project, tmp_path):
     config = json.loads((folder / "runs" / "x" / "mdflash" / "config.json").read_text())
     assert config["mdflash_config"]["beyond_the_paper"]["train_head"] is True
     assert config["mdflash_config"]["anchor_counts"] == [0]
+
+
+@pytest.mark.parametrize(("stage", "windows", "expected"), [
+    ("mdflash", "trees", "dpara"),
+    ("mdflash", "serial", "dspark"),
+    ("dflash", "trees", "dflash"),
+])  # fmt: skip
+def test_held_out_acceptance_decodes_as_the_stage_does(monkeypatch, target, stage, windows, expected):
+    methods = []
+
+    def decode(target, drafter, prompts, method, *rest, **options):
+        methods.append(method)
+        return []
+
+    monkeypatch.setattr(train_mdflash, "decode", decode)
+    recipe = Recipe(name="x", stage=stage, target=TargetSection("t"))
+    recipe.mdflash.windows = windows
+    assert train_mdflash.held_out_acceptance(recipe, target, [[1]])(None) == {"tau": 0}
+    assert methods == [expected]
 
 
 def run(folder, kind="none", step=0, rank=0, ranks=1, **settings):
