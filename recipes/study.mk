@@ -2,7 +2,7 @@
 # interruption the same command goes on: finished files stay, finetunes resume at their checkpoints. ARGS reach every command.
 STUDY ?= recipes/smollm2.yaml
 PAGE ?= docs/results/smollm2_135m.json
-TAPS ?= [4,3,0,2,1]
+TAPS ?= [0,1,2,3,4]
 ALL_TAPS ?= 5
 GUESSES ?= [4,0,-1,1,2]
 REPLAY_ARGS ?= --eval.max_new_tokens 256
@@ -11,7 +11,7 @@ SPEED_ARGS ?=
 NAME := $(basename $(notdir $(STUDY)))
 RUN := runs/$(NAME)
 PARTS := results/$(NAME)
-EARLY := --config recipes/variants/early.yaml
+EARLY := --config recipes/variants/early.yaml --mdflash.in_flight_taps $(TAPS)
 TRAIN = deepspeed --master_port $(PORT) recipes/train_mdflash.py --config $(STUDY)
 EVALUATE := python -m eval.run --config $(STUDY)
 REPLAY := python -m eval.offline --config $(STUDY)
