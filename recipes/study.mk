@@ -8,7 +8,7 @@ GUESSES ?= [4,0,-1,1,2]
 REPLAY_ARGS ?= --eval.max_new_tokens 256
 SPEED_ARGS ?=
 
-NAME := $(basename $(notdir $(STUDY)))
+NAME := $(shell sed -n 's/^name: *//p' $(STUDY))
 RUN := runs/$(NAME)
 PARTS := results/$(NAME)
 EARLY := --config recipes/variants/early.yaml --mdflash.in_flight_taps $(TAPS)
