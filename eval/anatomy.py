@@ -11,7 +11,7 @@ from mdflash.decoding.schedule import Schedule
 
 WARM_UP_ROUNDS = 30
 WAITED_MS = 0.06  # a head that starts later than this behind the tree has waited for the verify pass, not the reverse
-CALLS = {"target": ("verify",), "drafter": ("tree", "serial", "append"), "head": ("branch", "window")}
+CALLS = {"target": ("verify",), "drafter": ("guess", "tree", "serial", "append"), "head": ("branch", "window")}
 
 
 class Timeline:

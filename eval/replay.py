@@ -129,7 +129,7 @@ class Texts:
         if others is not None:
             knows = (alternatives_as_guesses(others, mask)[row, accepted] == bonus[:, None]).any(-1)
         elif setting.guesses:
-            spine = self._pass(Layout.anchors(d), p, anchors, None, taps)[1]
+            spine = self._pass(Layout.anchors(d), p, anchors, None, max(0, taps - 1))[1]
             guesses = guess_bonuses(self.drafter, spine, block.clamp(min=0), setting.guesses)
             knows = (guesses[row, accepted] == bonus[:, None]).any(-1)
         first = torch.full((len(p), d + 1), mask, device=p.device)

@@ -39,11 +39,11 @@ def build_schedule(
     taps = tuple(drafter.config.target_layer_ids) if drafter is not None else ()
     runner = chosen_runner(deployment.runner, target, drafter)
     extra = {"graphs": deployment.graphs} if runner == "fast" else {}
-    events = {"tap_events": deployment.tap_events} if extra else {}
     in_flight = deployment.in_flight_taps if method == "dpara" else 0
     if in_flight:
         drafter.config.check_taps("in_flight_taps", in_flight)
-    target_runner = RUNNERS[runner][0](target, taps, sampling, batch, slots, in_flight, **extra, **events)
+    events = {"tap_events": deployment.tap_events or in_flight > 0} if extra else {}
+    target_runner = RUNNERS[runner][0](target, taps, sampling, batch, slots, **extra, **events)
     noise = Noise(batch, tokens + lag, d, target.device, sampling.greedy)
     if drafter is None:
         return Autoregressive(target_runner, noise)
@@ -67,12 +67,12 @@ def build_schedule(
         side, there = build_side(drafter, sampling, **settings), drafter.norm.weight.device
         link = make_link(side, target.device, there, deployment.timeout_s)
     if not beside:
-        return DPara(target_runner, d, noise, link, None, guesses, settings["alternatives"])
+        return DPara(target_runner, d, noise, link, None, in_flight, guesses, settings["alternatives"])
     near = there == target.device
     heads = (drafter.lm_head, drafter.head) if near else heads_for(target, drafter)
     named = settings["alternatives"]
     head_runner = RUNNERS[runner][2](*heads, sampling, named, **(extra | {"near": near} if extra else {}))
-    return DPara(target_runner, d, noise, link, Here(DraftingSide(None, head_runner)), guesses, named)
+    return DPara(target_runner, d, noise, link, Here(DraftingSide(None, head_runner)), in_flight, guesses, named)
 
 
 def build_side(

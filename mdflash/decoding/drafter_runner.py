@@ -78,24 +78,29 @@ class DrafterRunner:
         return self._backbone(Layout.serial(self.d), start_B, anchors, first_B[:, None, None], limit, rows)[:, 0]
 
     @torch.no_grad()
-    def tree(
+    def guess(
         self, tokens_Bn: Tensor, start_B: Tensor, limit: int, in_flight_BnF: Tensor | None = None,
         alternatives_BdF: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Bonuses guessed for every r, [B, d+1, F]: the alternatives of t_1..t_d, or what a pass of the spine t_0..t_d
+        expects. in_flight as in `tree`."""
+        if alternatives_BdF is not None:
+            return alternatives_as_guesses(alternatives_BdF, self.drafter.config.mask_token_id)
+        given = tokens_Bn[:, None], None, limit, None, in_flight_BnF
+        _, spine_BnC = self._rows_pass(Layout.anchors(self.d), start_B, *given)
+        return guess_bonuses(self.drafter, spine_BnC, tokens_Bn, self.guesses)
+
+    @torch.no_grad()
+    def tree(
+        self, tokens_Bn: Tensor, start_B: Tensor, limit: int, in_flight_BnF: Tensor | None = None,
+        guesses_BnF: Tensor | None = None,
     ) -> Branches:  # fmt: skip
         """The DPara tree on t_0..t_d [B, d+1]: branches for every r, before r is known. in_flight [B, d+1, ·]: features of
-        t_0..t_d, of the earliest taps alone. Guessed bonuses are the alternatives of t_1..t_d, or take a pass of the spine
-        first."""
-        given, guesses, first = (limit, None, in_flight_BnF), None, None
-        mask = self.drafter.config.mask_token_id
-        if alternatives_BdF is not None:
-            guesses = alternatives_as_guesses(alternatives_BdF, mask)
-        elif self.guesses:
-            spine = self._rows_pass(Layout.anchors(self.d), start_B, tokens_Bn[:, None], None, *given)[1]
-            guesses = guess_bonuses(self.drafter, spine, tokens_Bn, self.guesses)
-        if guesses is not None:
-            first = first_slots(guesses, mask)[:, None]
-        hidden = self._backbone(Layout.tree(self.d, self.guesses), start_B, tokens_Bn[:, None], first, *given)
-        return Branches(hidden, self.drafter.lm_head(hidden) if self.all_logits else None, guesses)
+        t_0..t_d, of the earliest taps alone. guesses [B, d+1, F]: see `guess`."""
+        first = first_slots(guesses_BnF, self.drafter.config.mask_token_id)
+        given = tokens_Bn[:, None], first, limit, None, in_flight_BnF
+        hidden = self._backbone(Layout.tree(self.d, self.guesses), start_B, *given)
+        return Branches(hidden, self.drafter.lm_head(hidden) if self.all_logits else None, guesses_BnF)
 
     def _backbone(self, *args) -> Tensor:
         """Hidden states [B, branches, d, C] of one tree."""
@@ -143,7 +148,9 @@ def alternatives_as_guesses(alternatives_BdF: Tensor, mask_token_id: int) -> Ten
     return torch.cat([alternatives_BdF, alternatives_BdF.new_full((B, 1, F), mask_token_id)], dim=1)
 
 
-def first_slots(guesses_BnF: Tensor, mask_token_id: int) -> Tensor:
-    """The branches' first slots [B, (d+1)(1+F)]: for every r the mask token, then its guesses."""
+def first_slots(guesses_BnF: Tensor | None, mask_token_id: int) -> Tensor | None:
+    """The branches' first slots [B, 1, (d+1)(1+F)]: for every r the mask token, then its guesses; None without guesses."""
+    if guesses_BnF is None:
+        return None
     open_Bn1 = guesses_BnF.new_full((*guesses_BnF.shape[:2], 1), mask_token_id)
-    return torch.cat([open_Bn1, guesses_BnF], dim=-1).flatten(1)
+    return torch.cat([open_Bn1, guesses_BnF], dim=-1).flatten(1)[:, None]

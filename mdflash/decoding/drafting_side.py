@@ -25,6 +25,10 @@ class DraftingSide:
         """See HeadRunner.window."""
         return self.head.cold_window(hidden, first, noise)
 
+    def guess(self, *given) -> Tensor:
+        """See DrafterRunner.guess."""
+        return self.drafter.guess(*given)
+
     def tree(self, *given) -> Branches:
         """See DrafterRunner.tree."""
         return self.drafter.tree(*given)

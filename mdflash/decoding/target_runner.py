@@ -1,6 +1,7 @@
 """The target's side of every schedule: its KV cache, prefill and verification. Shape legend: drafter/tree.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,19 +58,17 @@ class SlotCache(Cache):
         return 0
 
 
-# Called once in every verify pass with the features [B, n+1, in_flight·C] of t_0..t_n that are in flight (None: of no tap,
-# before the pass begins), and the event behind which they may be read (None: behind what is enqueued).
-Early = Callable[[Tensor | None, object], None]
+# What a verify pass starts before its end, and behind how many of its taps: work that gets the features [B, n+1, count·C] of
+# t_0..t_n that are in flight by then (None: of no tap, before the pass begins), and the event behind which they may be read
+# (None: behind what is enqueued).
+Early = tuple[int, Callable[[Tensor | None, object], None]]
 
 
 class TargetRunner:
-    """Prefill and verify a batch of requests. Greedy or sampled, every committed token is decided here. in_flight: how many of
-    the earliest taps a verify pass hands out as soon as they are there."""
+    """Prefill and verify a batch of requests. Greedy or sampled, every committed token is decided here."""
 
-    def __init__(
-        self, target: Target, taps: tuple[int, ...], sampling: Sampling, batch: int, slots: int, in_flight: int = 0
-    ):
-        self.target, self.taps, self.sampling, self.in_flight = target, taps, sampling, in_flight
+    def __init__(self, target: Target, taps: tuple[int, ...], sampling: Sampling, batch: int, slots: int):
+        self.target, self.taps, self.sampling = target, taps, sampling
         self.cache = SlotCache(target, batch, slots)
 
     @torch.no_grad()
@@ -89,15 +88,19 @@ class TargetRunner:
         return Block(first_B, None, length_B, torch.ones_like(length_B, dtype=torch.bool), T + 1), out.features
 
     @torch.no_grad()
-    def verify(self, block: Block, noise_Bn: Tensor | None, early: Early | None = None) -> Verdict:
+    def verify(self, block: Block, noise_Bn: Tensor | None, early: Sequence[Early] = ()) -> Verdict:
         """Forward t_0..t_n once and apply the acceptance rule. noise [B, n+1]: one uniform a draft and one for the bonus."""
-        ids_BQ, on_taps = block.tokens, None
-        if early and self.in_flight:
-            on_taps = self.in_flight, lambda features: early(features, None)
-        elif early:
-            early(None, None)
+        ids_BQ, on_taps = block.tokens, [(count, partial(work, after=None)) for count, work in early if count]
+        start_untapped(early)
         positions_BQ = block.start[:, None] + torch.arange(ids_BQ.shape[1], device=ids_BQ.device)
         mask = self.cache.at(positions_BQ, block.limit)
         out = self.target.forward(ids_BQ, self.taps, positions_BQ, self.cache, mask, on_taps)
         outcome = decide(self.target.logits(out.hidden), block.draft, noise_Bn, self.sampling)
         return Verdict.of(*outcome, ids_BQ[:, 1:], out.features, block.draft and block.draft.guessed)
+
+
+def start_untapped(early: Sequence[Early]) -> None:
+    """Start what waits for no tap."""
+    for count, work in early:
+        if not count:
+            work(None, None)

@@ -103,14 +103,14 @@ class Target:
         positions_BQ: Tensor | None = None,
         cache=None,
         mask: Tensor | None = None,
-        on_taps: tuple[int, Callable[[Tensor], None]] | None = None,
+        on_taps: Sequence[tuple[int, Callable[[Tensor], None]]] = (),
     ) -> TargetOutput:
         """One pass over ids [B, Q]. Without a cache the rows are right-padded texts (causal, pads are never seen), or texts
         packed behind one another whose positions [B, Q] restart at 0: a token then sees its own text alone.
 
         taps: layer ids to record. cache: a `SlotCache`, with positions [B, Q] and a boolean mask [B, 1, Q, S]. Only the
-        tapped outputs are kept, never all hidden states, and no logits are made. on_taps (count, work): work gets the features
-        of the earliest `count` taps as soon as the last of them is there, while the pass goes on.
+        tapped outputs are kept, never all hidden states, and no logits are made. on_taps, of (count, work): work gets the
+        features of the earliest `count` taps as soon as the last of them is there, while the pass goes on.
         """
         shape, extra = ids_BQ.shape, {}
         if cache is not None:
@@ -140,13 +140,14 @@ class Target:
             )
 
     @contextmanager
-    def _recording(self, taps: Sequence[int], on_taps: tuple[int, Callable[[Tensor], None]] | None = None):
+    def _recording(self, taps: Sequence[int], on_taps: Sequence[tuple[int, Callable[[Tensor], None]]] = ()):
         layers, recorded, hooks = self.decoder.layers, {}, []
 
         def keep(tap: int, state: Tensor) -> None:
             recorded[tap] = state
-            if on_taps and len(recorded) == on_taps[0]:  # ascending taps come in their order
-                on_taps[1](torch.cat([recorded[early] for early in taps[: len(recorded)]], dim=-1))
+            for count, work in on_taps:
+                if len(recorded) == count:  # ascending taps come in their order
+                    work(torch.cat([recorded[early] for early in taps[:count]], dim=-1))
 
         def keep_output(tap):
             return lambda module, args, output: keep(tap, output[0] if isinstance(output, tuple) else output)

@@ -7,9 +7,18 @@ from conftest import make_drafter, make_target
 from eval.replay import Setting, comparable, replay
 from mdflash import decode
 from mdflash.decoding.drafter_runner import Branches, first_slots, guess_bonuses
+from mdflash.decoding.drafting_side import DraftingSide
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 12, [10], list(range(20, 60))]
-BEYOND = [(1, 0, "spine"), (3, 0, "spine"), (0, 1, "spine"), (0, 3, "draft"), (2, 2, "spine"), (2, 2, "draft")]
+BEYOND = [
+    (1, 0, "spine"),
+    (3, 0, "spine"),
+    (0, 1, "spine"),
+    (1, 2, "spine"),
+    (0, 3, "draft"),
+    (2, 2, "spine"),
+    (2, 2, "draft"),
+]
 
 
 @pytest.mark.parametrize(("taps", "guesses", "source"), BEYOND)
@@ -71,7 +80,7 @@ def test_a_right_guess_picks_its_branch():
     branch, hit = Branches(torch.zeros(3, 6, 1, 1), None, guesses).chosen(outcome)
     assert branch.tolist() == [5, 3, 1]
     assert hit.tolist() == [True, False, True]
-    assert first_slots(guesses, 9)[0].tolist() == [9, 1, 2, 9, 5, 7]
+    assert first_slots(guesses, 9)[0, 0].tolist() == [9, 1, 2, 9, 5, 7]
 
 
 @torch.no_grad()
@@ -85,6 +94,32 @@ def test_guesses_are_the_spines_likeliest_but_the_rejected(drafter):
             ranked = logits[b, r].argsort(descending=True).tolist()
             rejected = tokens[b, r + 1].item() if r < 3 else None
             assert found[b, r].tolist() == [x for x in ranked if x != rejected][:3]
+
+
+@pytest.mark.parametrize("runner", ["eager", "fast"])
+@pytest.mark.parametrize(
+    ("taps", "source", "seen"), [(0, "spine", 0), (1, "spine", 0), (2, "spine", 1), (2, "draft", 0)]
+)
+def test_guesses_come_a_tap_before_the_tree(monkeypatch, runner, taps, source, seen):
+    """Work reaches the drafting side in the order of the taps, with the features that are there by then."""
+    target = make_target(hidden=64, head_dim=16)
+    drafter, asked = make_drafter(target), []
+
+    def spying(name):
+        work = getattr(DraftingSide, name)
+
+        def spy(self, tokens, start, limit, in_flight, named):
+            asked.append((name, 0 if in_flight is None else in_flight.shape[-1] // 64))
+            return work(self, tokens, start, limit, in_flight, named)
+
+        return spy
+
+    for name in ("guess", "tree"):
+        monkeypatch.setattr(DraftingSide, name, spying(name))
+    settings = {"in_flight_taps": taps, "bonus_guesses": 2, "guess_source": source, "runner": runner}
+    decode(target, drafter, PROMPTS[:2], max_new_tokens=8, stop_ids=[], **settings)
+    assert len(asked) > 2
+    assert asked == [("guess", seen), ("tree", taps)] * (len(asked) // 2)
 
 
 def test_right_guesses_are_reported(target, drafter):

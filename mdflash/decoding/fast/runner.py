@@ -1,6 +1,8 @@
 """The runners' fast path: the passes of every round as one CUDA graph a shape. Prefills stay with the eager one. Both give
 the eager runners' answers (equal ids in fp32); what they return is the graph's own, to be read before its next replay."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,9 +11,9 @@ from ...drafter import Layout, MDFlashModel, Rows
 from ...drafter.tree import dense_mask
 from ...target import Target
 from ..acceptance import decide
-from ..drafter_runner import Branches, DrafterRunner, alternatives_as_guesses, first_slots, guess_bonuses
+from ..drafter_runner import Branches, DrafterRunner, first_slots, guess_bonuses
 from ..head_runner import HeadRunner
-from ..target_runner import Early, TargetRunner
+from ..target_runner import Early, TargetRunner, start_untapped
 from ..types import Block, Draft, Verdict
 from .decoder import FastDecoder, FastLayers, RotationTable
 from .graphs import Graphed
@@ -26,7 +28,7 @@ class FastTargetRunner(TargetRunner):
 
     def __init__(self, target: Target, *args, graphs: bool = True, tap_events: bool = False):
         super().__init__(target, *args)
-        on = (tap_events or self.in_flight) and target.device.type == "cuda"
+        on = tap_events and target.device.type == "cuda"
         self.tapped = [torch.cuda.Event(external=graphs) for _ in self.taps] if on else []
         self.decoder = FastDecoder(target)
         self.rotation = RotationTable(
@@ -34,16 +36,16 @@ class FastTargetRunner(TargetRunner):
         )
         self.graph = Graphed(self._verify, graphs)
 
-    def verify(self, block: Block, noise_Bn: Tensor | None, early: Early | None = None) -> Verdict:
+    def verify(self, block: Block, noise_Bn: Tensor | None, early: Sequence[Early] = ()) -> Verdict:
         if block.draft is not None and block.draft.tokens.shape[1] >= MOST_ROWS:
             return super().verify(block, noise_Bn, early)
-        draft, count = block.draft or Draft(None), self.in_flight
-        if early and not count:
-            early(None, None)
+        draft = block.draft or Draft(None)
+        start_untapped(early)
         verdict = self.graph(block.first, block.start, draft.tokens, draft.q, noise_Bn, draft.guessed)
-        if early and count:  # enqueued as a whole; its event opens the taps while it runs
-            width = count * self.target.config.hidden_size
-            early(verdict.features[..., :width], self.tapped[count - 1] if self.tapped else None)
+        for count, work in early:
+            if count:  # the pass is enqueued as a whole; its events open the taps while it runs
+                width = count * self.target.config.hidden_size
+                work(verdict.features[..., :width], self.tapped[count - 1] if self.tapped else None)
         return verdict
 
     def _verify(
@@ -73,12 +75,19 @@ class FastDrafterRunner(DrafterRunner):
         self.stack = FastLayers(drafter.layers, drafter.norm, drafter.config.head_dim**-0.5)
         self.pairs = [(layer.key, layer.value) for layer in self.context]
         self.rotation = RotationTable(drafter.rotary_emb, drafter.norm.weight, slots + spare)
-        self.own = {name: self._own_slots(layout, in_flight) for name, layout in self.layouts.items()}
+        flying = {
+            "serial": 0,
+            "spine": max(0, in_flight - 1),
+            "tree": in_flight,
+        }  # the spine guesses behind the tap before
+        self.own = {name: self._own_slots(layout, flying[name]) for name, layout in self.layouts.items()}
         self.offset = {name: torch.tensor(layout.offset, device=self.device) for name, layout in self.layouts.items()}
         self.graphs = {
             name: Graphed(work, graphs)
-            for name, work in {"append": self._append, "serial": self._serial, "tree": self._tree}.items()
-        }
+            for name, work in {
+                "append": self._append, "serial": self._serial, "guess": self._guess, "tree": self._tree,
+            }.items()
+        }  # fmt: skip
 
     def append(self, features_BQF: Tensor, start_B: Tensor) -> None:
         self.graphs["append"](features_BQF, start_B)
@@ -87,12 +96,21 @@ class FastDrafterRunner(DrafterRunner):
         self.passes += 1
         return self.graphs["serial"](first_B, start_B)
 
-    def tree(
+    def guess(
         self, tokens_Bn: Tensor, start_B: Tensor, limit: int, in_flight_BnF: Tensor | None = None,
         alternatives_BdF: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        if alternatives_BdF is not None:
+            return super().guess(tokens_Bn, start_B, limit, in_flight_BnF, alternatives_BdF)
+        self.passes += 1
+        return self.graphs["guess"](tokens_Bn, start_B, in_flight_BnF)
+
+    def tree(
+        self, tokens_Bn: Tensor, start_B: Tensor, limit: int, in_flight_BnF: Tensor | None = None,
+        guesses_BnF: Tensor | None = None,
     ) -> Branches:  # fmt: skip
-        self.passes += 1 + (self.guesses > 0 and alternatives_BdF is None)
-        return Branches(*self.graphs["tree"](tokens_Bn, start_B, in_flight_BnF, alternatives_BdF))
+        self.passes += 1
+        return Branches(*self.graphs["tree"](tokens_Bn, start_B, in_flight_BnF, guesses_BnF))
 
     def _append(self, features_BQF: Tensor, start_B: Tensor) -> None:
         """Features of the earliest taps alone are those whose later ones are zero."""
@@ -106,20 +124,20 @@ class FastDrafterRunner(DrafterRunner):
         anchors = first_B.new_empty(len(first_B), 1, 0)
         return self._pass("serial", start_B, anchors, first_B[:, None, None])[:, 0]
 
-    def _tree(
-        self, tokens_Bn: Tensor, start_B: Tensor, in_flight_BnF: Tensor | None, alternatives_BdF: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        anchors, guesses, first, mask = tokens_Bn[:, None], None, None, self.drafter.config.mask_token_id
+    def _guess(self, tokens_Bn: Tensor, start_B: Tensor, in_flight_BnF: Tensor | None) -> Tensor:
         if in_flight_BnF is not None:
             self._append(in_flight_BnF, start_B)
-        if alternatives_BdF is not None:
-            guesses = alternatives_as_guesses(alternatives_BdF, mask)
-        elif self.guesses:
-            guesses = guess_bonuses(self.drafter, self._rows_of("spine", start_B, anchors), tokens_Bn, self.guesses)
-        if guesses is not None:
-            first = first_slots(guesses, mask)[:, None]
-        hidden = self._pass("tree", start_B, anchors, first)
-        return hidden, self.drafter.lm_head(hidden) if self.all_logits else None, guesses
+        spine_BnC = self._rows_of("spine", start_B, tokens_Bn[:, None])
+        return guess_bonuses(self.drafter, spine_BnC, tokens_Bn, self.guesses)
+
+    def _tree(
+        self, tokens_Bn: Tensor, start_B: Tensor, in_flight_BnF: Tensor | None, guesses_BnF: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if in_flight_BnF is not None:
+            self._append(in_flight_BnF, start_B)
+        first = first_slots(guesses_BnF, self.drafter.config.mask_token_id)
+        hidden = self._pass("tree", start_B, tokens_Bn[:, None], first)
+        return hidden, self.drafter.lm_head(hidden) if self.all_logits else None, guesses_BnF
 
     def _pass(self, name: str, start_B: Tensor, anchors: Tensor, first: Tensor | None) -> Tensor:
         """Hidden states [B, branches, d, C]."""
