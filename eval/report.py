@@ -184,9 +184,9 @@ def canvas(width: float):
     return figure, figure.add_subplot()
 
 
-def save(figure, axes, file: Path) -> None:
+def save(figure, axes, file: Path, columns: int = 5) -> None:
     """Legend (when there is something to name), grid, file."""
     if axes.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside upper center", ncols=5, frameon=False)
+        figure.legend(loc="outside upper center", ncols=columns, frameon=False)
     axes.grid(axis="y", alpha=0.3)
     figure.savefig(file, dpi=120)

@@ -114,7 +114,7 @@ def study(parts: Parts) -> dict:
         "devices": sorted({name for part in measured for name in device_names(part)}),
         "missing": parts.missing,
         "figures": headline(parts, shares, projections),
-        "curves": {name: curve(run) for name, run in parts.trained.items()},
+        "curves": {curve_name(name, run): curve(run) for name, run in parts.trained.items()},
         "greedy": taus(parts.greedy),
         "sampled": taus(parts.sampled),
         "ratios": {name: (part or {}).get("ratios") for name, part in (("greedy", parts.greedy), ("sampled", parts.sampled))},
@@ -237,7 +237,7 @@ def speeds(summary: dict) -> dict:
     settings |= settled.get(str(settings["batch_size"])) or (settled[max(settled, key=int)] if settled else {})
     return {
         "batch": settings["batch_size"], "temperature": settings["temperature"],
-        "gpus": len({device["device"] for device in summary["devices"].values()}),
+        "devices": ", ".join(dict.fromkeys(device["device"] for device in summary["devices"].values())),
         "taps": settings["in_flight_taps"], "guesses": settings["bonus_guesses"],
         "tokens_per_s": {name: figures["average"]["tokens_per_s"] for name, figures in summary["methods"].items()},
         "over_autoregressive": {
@@ -267,6 +267,12 @@ def project(grid: dict, early: dict[str, dict]) -> list[dict]:
                 "hidden_share": hidden, "hidden": hidden >= HIDDEN, "over_dspark": round(share * dspark / ms["step"], 4),
             })  # fmt: skip
     return rows
+
+
+def curve_name(stage: str, trained: dict) -> str:
+    """The stage, and how its held-out acceptance length was decoded where that is not DPara."""
+    serial = stage == "dspark" or trained.get("recipe", {}).get("mdflash", {}).get("windows") == "serial"
+    return f"{stage} (serial)" if serial else stage
 
 
 def curve(trained: dict) -> list[dict]:

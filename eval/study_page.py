@@ -81,12 +81,12 @@ def speed_section(speed: dict) -> list[str]:
             ours = method == "dpara"
             over = run["over_dspark"] if ours else None
             rows.append([
-                name, f"{method}, {run['taps']} taps, {run['guesses']} guesses" if ours else method, str(run["gpus"]),
+                name, f"{method}, {run['taps']} taps, {run['guesses']} guesses" if ours else method, run["devices"],
                 str(run["batch"]), f"{run['temperature']:g}", number(run["tokens_per_s"][method], 0),
                 interval(gain["value"], gain["ci95"]) if gain else "-",
                 interval(over["value"], over["ci95"]) if over else "-",
             ])  # fmt: skip
-    header = ["run", "method", "GPUs", "batch", "temperature", "tokens/s of a request", "over AR", "over DSpark"]
+    header = ["run", "method", "devices", "batch", "temperature", "tokens/s of a request", "over AR", "over DSpark"]
     return ["## Measured speed", "", *table(header, rows)] if rows else []
 
 
@@ -121,8 +121,8 @@ def plot_curves(curves: dict[str, list[dict]], file: Path) -> None:
         shown = [(point["step"], point["tau"]) for point in points if point["tau"]]
         axes.plot(*zip(*shown, strict=True), marker="o", color=f"C{index}", label=name) if shown else None
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("held-out τ")
-    save(figure, axes, file)
+    axes.set_ylabel("held-out τ, decoded as trained")
+    save(figure, axes, file, columns=3)
 
 
 def plot_shares(shares: dict[str, dict], file: Path) -> None:

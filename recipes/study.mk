@@ -7,7 +7,11 @@ ALL_TAPS ?= 5
 GUESSES ?= [4,0,-1,1,2]
 REPLAY_ARGS ?= --eval.max_new_tokens 256
 SPEED_ARGS ?=
+# grids of `make bench` that the page projects with; for a drafter of other taps than the files' none: LATENCY=
+LATENCY ?= $(wildcard docs/results/in_flight_*.json)
 
+comma := ,
+space := $(subst ,, )
 NAME := $(shell sed -n 's/^name: *//p' $(STUDY))
 RUN := runs/$(NAME)
 PARTS := results/$(NAME)
@@ -46,7 +50,7 @@ study-measure: $(MEASURED)  ## its acceptance lengths and offline replays
 study-ideas: $(PARTS)/replay/ideas.json  ## further finetunes of it, replayed beside the paper's
 
 study-page: setup  ## its page, made of what is measured so far
-	python -m eval.study --config $(STUDY) --latency "[$$(ls docs/results/in_flight_*.json 2>/dev/null | paste -sd,)]" --output $(PAGE)
+	python -m eval.study --config $(STUDY) --latency "[$(subst $(space),$(comma),$(strip $(LATENCY)))]" --output $(PAGE)
 
 study-speeds: | $(FINETUNES) $(MEASURED)  ## its speeds, one after the other: keep the GPUs free of anything else
 	@for batch in 1 8; do \
@@ -77,7 +81,7 @@ $(PARTS)/sampled/summary.json: $(PAPER)
 REPLAYED_early := $(EARLY) --taps $(TAPS) --guesses $(GUESSES) --oracle_taps $(ALL_TAPS)
 REPLAYED_draft_guesses := $(EARLY) --taps $(TAPS) --guesses [4,1,2] --guess_source draft
 REPLAYED_seeds := --variants '["",seed1,seed2]'
-REPLAYED_ideas := --variants '[""$(IDEAS:%=,%)]'
+REPLAYED_ideas := --variants '["",$(subst $(space),$(comma),$(strip $(IDEAS)))]'
 $(PARTS)/replay/early.json $(PARTS)/replay/draft_guesses.json: $(call finetune,early)
 $(PARTS)/replay/seeds.json: $(PAPER) $(call finetune,seed1) $(call finetune,seed2)
 $(PARTS)/replay/ideas.json: $(PAPER) $(foreach name,$(IDEAS),$(call finetune,$(name)))
