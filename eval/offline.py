@@ -30,7 +30,7 @@ from mdflash.training.checkpoints import write_whole
 from .benchmarks import load
 from .replay import Setting, Texts, comparable, replay
 from .run import check_settings, checkpoint, compare_training, load_recipe_target, provenance
-from .statistics import Record, summarise, tau_ratio
+from .statistics import Record, by_branch, summarise, tau_ratio
 
 GUESS_SOURCES = ("spine", "draft")
 
@@ -221,10 +221,6 @@ def figures(records: list[Record], dspark: list[Record], recipe: Recipe) -> dict
     round before accepted (its branch)."""
     seed, found = recipe.eval.seed, summarise(records, None, recipe.eval.seed)
     drafted = found["rounds"] - found["cold_starts"]
-    after: dict[int, list[int]] = {}
-    for one in records:
-        for r, committed in zip(one.accepted[:-1], one.committed[1:], strict=True):
-            after.setdefault(r, []).append(committed)
     names = ("tau_pooled", "tau_ci95", "tau_macro", "tau_macro_ci95", "positions")
     return {
         **{name: found[name] for name in names},
@@ -234,7 +230,7 @@ def figures(records: list[Record], dspark: list[Record], recipe: Recipe) -> dict
         },
         "share_of_dspark": tau_ratio(records, dspark, seed),
         "hit_rate": round(found["guessed_rounds"] / drafted, 4) if drafted else 0.0,
-        "tau_after_r": {r: round(sum(after[r]) / len(after[r]), 3) for r in sorted(after)},
+        "tau_after_r": {r: branch["tau"] for r, branch in by_branch(records).items()},
     }
 
 

@@ -14,6 +14,7 @@ from mdflash import RequestResult
 
 RESAMPLES = 2000
 Statistic = Callable[[np.ndarray], np.ndarray]
+Counts = tuple[int, int, int]  # proposed, accepted and committed in a round
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,30 @@ def paired(records: Sequence[Record], others: Sequence[Record]) -> list[tuple[Re
 def positions(records: Sequence[Record]) -> dict:
     """By draft position 1..d: rounds that proposed it, tested it (all earlier ones were accepted) and accepted it, and
     its conditional acceptance accepted/tested. Drafts past the request's end count as proposed only."""
-    rounds = [flags for r in records for flags in zip(r.proposed, r.accepted, r.committed, strict=True)]
+    return by_position([counts for record in records for counts in rounds_of(record)])
+
+
+def by_branch(records: Sequence[Record]) -> dict[int, dict]:
+    """The same of the rounds that follow one of r accepted drafts, by r: those of the branch with r+1 anchors. Also how many
+    (`rounds`) and the tokens that they commit on average (`tau`)."""
+    rounds: dict[int, list[Counts]] = {}
+    for record in records:
+        for r, counts in zip(record.accepted[:-1], rounds_of(record)[1:], strict=True):
+            rounds.setdefault(r, []).append(counts)
+    return {
+        r: {"rounds": len(rounds[r]), "tau": round(sum(counts[2] for counts in rounds[r]) / len(rounds[r]), 3)}
+        | by_position(rounds[r])
+        for r in sorted(rounds)
+    }
+
+
+def rounds_of(record: Record) -> list[Counts]:
+    """What a request's rounds proposed, accepted and committed."""
+    return list(zip(record.proposed, record.accepted, record.committed, strict=True))
+
+
+def by_position(rounds: Sequence[Counts]) -> dict:
+    """`positions` of rounds."""
     proposed_n, accepted_n, committed_n = np.array(rounds, dtype=int).reshape(-1, 3).T
     columns = np.arange(proposed_n.max(initial=0))[None]
     proposed_nd = columns < proposed_n[:, None]

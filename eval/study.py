@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mdflash.recipe import Recipe, read_recipe, require
 
+from .statistics import Record, by_branch
 from .study_page import page, plot_curves, plot_shares
 
 MADE = ("command", "revision", "versions", "devices")
@@ -67,6 +68,7 @@ class Parts:
         self.speed = {part.name: read(part / "summary.json", SUMMARY) for part in speed}
         self.speed = {name: summary for name, summary in self.speed.items() if summary}
         self.replays = {file.stem: read(file, REPLAY) for file in sorted(folder.glob("replay/*.json"))}
+        self.branches = branches(greedy / "requests.jsonl")
         curves = sorted(recipe.run_dir.glob("*/training.json"))
         self.trained = {file.parent.name: read(file, ("loss_curve",)) for file in curves}
         for file in latency:
@@ -100,6 +102,23 @@ def read(file: Path, keys: Sequence[str]) -> dict | None:
     if missing:
         raise ValueError(f"{file} lacks {', '.join(missing)}: run its command again, or delete it")
     return found
+
+
+def branches(file: Path) -> dict[str, dict[int, dict]]:
+    """By method and r: rounds, their tokens and conditional acceptance by position, of an evaluation's requests."""
+    if not file.is_file():
+        return {}
+    records: dict[str, list[Record]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        record = Record(**json.loads(line))
+        records.setdefault(record.method, []).append(record)
+    return {
+        method: {
+            r: {name: found[name] for name in ("rounds", "tau", "conditional")}
+            for r, found in by_branch(of).items()
+        }
+        for method, of in records.items()
+    }  # fmt: skip
 
 
 def study(parts: Parts) -> dict:
@@ -208,10 +227,10 @@ def taus(summary: dict | None) -> dict | None:
 
 
 def positions(parts: Parts) -> dict:
-    """Conditional acceptance by draft position, and committed tokens after r accepted ones."""
+    """Conditional acceptance by draft position, of all rounds and of those behind r accepted drafts."""
     methods = parts.greedy["methods"] if parts.greedy else {}
     return {
-        name: figures["average"]["positions"]["conditional"]
+        name: {"conditional": figures["average"]["positions"]["conditional"], "by_r": parts.branches.get(name, {})}
         for name, figures in methods.items()
         if name != "autoregressive"
     }

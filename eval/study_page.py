@@ -25,10 +25,10 @@ def page(found: dict, stem: str) -> str:
     for title, key in (("Greedy", "greedy"), ("Temperature 1", "sampled")):
         lines += acceptance_section(title, found[key], found["ratios"][key])
     if same := found["lossless"]:
-        lines += [
-            f"Greedy answers identical to autoregressive: {same['identical']} of {same['of']}; of the others rounding "
-            f"explains {same['explained']} (largest margin {number(same['largest_margin'])}).", "",
-        ]  # fmt: skip
+        told = f"Greedy answers identical to autoregressive: {same['identical']} of {same['of']}"
+        if same["identical"] < same["of"]:
+            told += f"; of the others rounding explains {same['explained']} (largest margin {number(same['largest_margin'])})"
+        lines += [f"{told}.", ""]
     for name, rows in found["shares"].items():
         lines += [f"## Share of DSpark's acceptance length: {name}", "", *shares_table(rows)]
     if found["gap"]:
@@ -37,6 +37,7 @@ def page(found: dict, stem: str) -> str:
             "",
             *table(["share of DSpark's", ""], [[k, number(v)] for k, v in found["gap"].items()]),
         ]
+    lines += positions_section(found["positions"])
     lines += speed_section(found["speed"])
     for name, rows in found["projections"].items():
         lines += projection_section(name, rows)
@@ -65,12 +66,51 @@ def acceptance_section(title: str, methods: dict | None, ratios: dict | None) ->
 
 
 def shares_table(rows: dict[str, dict]) -> list[str]:
+    """Replays under several counts of taps as a grid by guesses, the others a line each."""
+    drawn = [row for row in rows.values() if row["finetuned"] and not row["serial"]]
+    counts = sorted({row["taps"] for row in drawn})
+    if len(counts) < 2:
+        return shares_lines(rows)
+    lines = shares_lines({name: row for name, row in rows.items() if row not in drawn})
+    cells = {(row["taps"], "known" if row["oracle"] else row["guesses"]): row for row in drawn}
+    columns = sorted({row["guesses"] for row in drawn}) + ["known"]
+
+    def cell(taps: int, guesses: int | str) -> str:
+        if (row := cells.get((taps, guesses))) is None:
+            return "-"
+        hits = f", {row['hit_rate']:.0%} right" if guesses not in (0, "known") else ""
+        return interval(row["share"], row["ci95"], 3) + hits
+
+    header = ["taps in flight", *(f"bonus {of}" if of == "known" else f"F = {of}" for of in columns)]
+    return [*lines, *table(header, [[str(taps), *(cell(taps, of) for of in columns)] for taps in counts])]
+
+
+def shares_lines(rows: dict[str, dict]) -> list[str]:
     """One line a replay."""
     told = [
         [name, number(row["tau"]), interval(row["share"], row["ci95"], 3), number(row["hit_rate"], 2)]
         for name, row in rows.items()
     ]
     return table(["replay", "τ", "share", "guessed right"], told)
+
+
+def positions_section(methods: dict[str, dict]) -> list[str]:
+    """Conditional acceptance by draft position, of every method and by the branch that a round took."""
+    if not methods:
+        return []
+    told = "Of the drafts at a position whose predecessors were accepted, the share that was accepted too."
+    behind = [
+        [f"{name}, r = {r}", str(found["rounds"]), number(found["tau"], 2), *(number(v, 2) for v in found["conditional"])]
+        for name, of in methods.items()
+        for r, found in of["by_r"].items()
+    ]  # fmt: skip
+    width = max(len(of["conditional"]) for of in methods.values())
+    header = [str(position) for position in range(1, width + 1)]
+    by_method = [[name, *(number(v, 2) for v in of["conditional"])] for name, of in methods.items()]
+    lines = ["## Acceptance by position", "", told, "", *table(["position", *header], by_method)]
+    behind = [row + ["-"] * (len(header) + 3 - len(row)) for row in behind]
+    why = "By r, the drafts that the round before accepted (a branch has r + 1 anchors): rounds, τ, acceptance by position."
+    return [*lines, why, "", *table(["after", "rounds", "τ", *header], behind)] if behind else lines
 
 
 def speed_section(speed: dict) -> list[str]:

@@ -21,11 +21,13 @@ from .schedule import Schedule
 GUESSES, ROUNDS = (0, 1, 2, 4), 12
 
 # Share of serial DSpark's acceptance length, by how far into the target's layers the latest tap in flight lies and by guessed
-# bonuses (docs/method.md#beyond-the-paper, SmolLM2-135M-Instruct); between two depths the shares are interpolated.
+# bonuses: one checkpoint of SmolLM2-135M-Instruct (docs/results/smollm2_135m.json); between two depths they are interpolated.
 SHARES = (
-    (0.0, {0: 0.82, 1: 0.86, 2: 0.87, 4: 0.88}),
-    (0.53, {0: 0.856, 1: 0.905, 2: 0.916, 4: 0.926}),
-    (0.77, {0: 0.893, 1: 0.942, 2: 0.954, 4: 0.966}),
+    (0.0, {0: 0.821, 1: 0.859, 2: 0.868, 4: 0.876}),
+    (0.07, {0: 0.830, 1: 0.868, 2: 0.878, 4: 0.886}),
+    (0.30, {0: 0.839, 1: 0.879, 2: 0.890, 4: 0.899}),
+    (0.53, {0: 0.854, 1: 0.897, 2: 0.909, 4: 0.918}),
+    (0.77, {0: 0.885, 1: 0.929, 2: 0.941, 4: 0.952}),
 )
 
 Build = Callable[[Deployment], Schedule]

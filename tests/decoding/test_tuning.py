@@ -59,12 +59,17 @@ def test_a_batch_size_is_measured_once(monkeypatch):
         assert len(timed) == pairs
 
 
-def test_shares_between_the_measured_depths():
+def test_shares_between_the_measured_depths(monkeypatch):
+    """At a measured depth its own share, between two a part of each, beyond the deepest that one's."""
+    monkeypatch.setattr(
+        tuning, "SHARES", ((0.0, {0: 0.8, 1: 0.85, 2: 0.87, 4: 0.88}), (0.5, {0: 0.9, 1: 0.92, 2: 0.94, 4: 0.96}))
+    )
     drafter = drafter_trained_for(BEYOND)  # taps behind 1, 5 and 8 of 10 layers
     share = lambda taps, guesses: tuning.expected_share(drafter, Deployment(in_flight_taps=taps, bonus_guesses=guesses))  # noqa: E731
-    assert share(0, 0) == pytest.approx(0.82)
-    assert share(1, 0) == pytest.approx(0.82 + 0.036 * 0.1 / 0.53)
-    assert share(3, 4) == pytest.approx(0.966)  # beyond the deepest measured: its share
+    assert share(0, 0) == pytest.approx(0.8)
+    assert share(1, 0) == pytest.approx(0.8 + 0.1 * 0.1 / 0.5)
+    assert share(2, 1) == pytest.approx(0.92)
+    assert share(3, 4) == pytest.approx(0.96)
     assert share(0, 3) == pytest.approx(0.87)  # what 2 guesses give
 
 

@@ -382,7 +382,12 @@ def test_a_study_is_gathered_from_its_parts(project, monkeypatch):
     assert found["speed"]["one"]["over_dspark"] == json.loads(json.dumps(summary["speed_ratios"]["dpara_over_dspark"]))
     assert sum(found["gap"].values()) == pytest.approx(1.0, abs=1e-3)
     assert "card" in found["devices"]
+    behind = found["positions"]["dpara"]["by_r"]
+    rounds, requests = (greedy["methods"]["dpara"]["average"][name] for name in ("rounds", "requests"))
+    assert sum(of["rounds"] for of in behind.values()) == rounds - requests
     page = (project / "study/toy.md").read_text()
+    assert "| taps in flight | F = 0 | F = 1 | bonus known |" in page
+    assert "| dpara, r = 0 |" in page
     assert "best hidden: 0 taps, 0 guesses" in page
     assert "replay/seeds" in page
     for suffix in ("curves", "shares"):

@@ -5,6 +5,7 @@ import pytest
 
 from eval.statistics import (
     Record,
+    by_branch,
     check_proposed,
     estimate,
     first_difference,
@@ -133,6 +134,15 @@ def test_positions_by_hand():
         "accepted": [3, 1, 1],
         "conditional": [1.0, 0.5, 1.0],
     }
+
+
+def test_rounds_by_branch_by_hand():
+    """A request's first round follows none; the branch is what the round before accepted, used up or not."""
+    found = by_branch([record(committed=(4, 2, 1), accepted=(3, 1, 3)), record(committed=(2, 3))])
+    assert list(found) == [1, 3]
+    assert (found[1]["rounds"], found[1]["tau"]) == (2, 2.0)
+    assert found[1]["conditional"] == [1.0, 1.0, 0.0]
+    assert (found[3]["rounds"], found[3]["tau"], found[3]["accepted"]) == (1, 2.0, [1, 0, 0])
 
 
 def test_positions_never_tested_have_no_conditional_acceptance():
