@@ -31,6 +31,8 @@ def page(found: dict, stem: str) -> str:
         lines += [f"{told}.", ""]
     for name, rows in found["shares"].items():
         lines += [f"## Share of DSpark's acceptance length: {name}", "", *shares_table(rows)]
+        if name == "early":
+            lines += [f"![Shares by taps and guesses]({stem}_shares.png)", ""]
     if found["gap"]:
         lines += [
             "## What limits τ",
@@ -174,4 +176,5 @@ def plot_shares(shares: dict[str, dict], file: Path) -> None:
         axes.plot(*zip(*line, strict=True), marker="o", color=f"C{index}", label=f"{taps} taps in flight")
     axes.set_xlabel("guessed bonuses a boundary")
     axes.set_ylabel("share of DSpark's τ")
-    save(figure, axes, file)
+    axes.set_xticks(sorted({row["guesses"] for row in rows}))
+    save(figure, axes, file, columns=3)
